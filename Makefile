@@ -1,0 +1,110 @@
+# Tandem. `make help` lists the targets. Configurations never share objects:
+#   release (default) -> build/bin        test -> build/test/bin (has --fault)
+#   SAN=address,undefined | SAN=thread    -> build/san-<...>/bin (a test build)
+SAN ?=
+CONFIG ?= $(if $(SAN),san-$(subst $(comma),-,$(SAN)),release)
+comma := ,
+B := build/$(CONFIG)
+BIN := $(if $(filter release,$(CONFIG)),build/bin,$(B)/bin)
+GEN := build/gen
+MODEL := build/models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+CC ?= gcc
+PKGS := ucx libzmq libprotobuf-c libsodium libmicrohttpd jansson libpcre2-8 libutf8proc libcyaml \
+        libxxhash
+# Only what compiles asks pkg-config, so that a bare machine can run the set-up targets.
+PKG_CFLAGS = $(shell pkg-config --cflags $(PKGS))
+PKG_LIBS = $(shell pkg-config --libs $(PKGS))
+CMOCKA_LIBS = $(shell pkg-config --libs cmocka)
+
+VERSION := 0.1.0
+WARN := -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wmissing-prototypes -Wvla \
+        -Wformat=2 -Wno-missing-field-initializers
+OPT := -O2 -g
+DEFS := -D_GNU_SOURCE -DTD_VERSION=\"$(VERSION)\"
+ifneq ($(CONFIG),release)
+DEFS += -DTD_TEST_BUILD=1
+endif
+ifneq ($(SAN),)
+OPT := -O1 -g -fno-omit-frame-pointer
+SANFLAGS := -fsanitize=$(SAN) -fno-sanitize-recover=all
+endif
+ifeq ($(WERROR),1)
+WARN += -Werror
+endif
+# I1: no contraction of a*b+c by the compiler, no fast-math; fused steps are written as fmaf().
+CFLAGS_ALL = -std=c11 $(OPT) -ffp-contract=off -fno-strict-aliasing -pthread $(WARN) $(SANFLAGS) \
+             $(DEFS) -I. -I$(GEN) $(PKG_CFLAGS) $(CFLAGS)
+LDFLAGS_ALL = -pthread $(SANFLAGS) $(LDFLAGS)
+LIBS_ALL = $(PKG_LIBS) -lm -ldl
+
+PROGRAMS :=
+COMMON_SRC :=
+include proto/module.mk common/module.mk kvstore/module.mk prefill_node/module.mk \
+        decode_node/module.mk router/module.mk tests/module.mk
+
+.PHONY: all programs clean help
+all: programs
+programs: $(addprefix $(BIN)/,$(PROGRAMS))
+
+$(B)/%.o: %.c $(PROTO_HEADERS)
+	@mkdir -p $(@D)
+	@echo "  CC      $<"
+	@$(CC) $(CFLAGS_ALL) $(CFLAGS_$(subst /,_,$(basename $<))) -MMD -MP -c $< -o $@
+
+$(B)/gen/%.o: $(GEN)/%.c
+	@mkdir -p $(@D)
+	@echo "  CC      $<"
+	@$(CC) $(CFLAGS_ALL) -Wno-conversion -MMD -MP -c $< -o $@
+
+$(B)/libtandem.a: $(COMMON_SRC:%.c=$(B)/%.o) $(PROTO_SRC:$(GEN)/%.c=$(B)/gen/%.o)
+	@echo "  AR      $@"
+	@rm -f $@
+	@ar rcs $@ $^
+
+-include $(shell find $(B) -name '*.d' 2>/dev/null)
+
+# --- what a user runs -----------------------------------------------------------------------
+.PHONY: setup model demo up down check cleanroom bench format check-layers chaos fuzz check-build
+setup:
+	@deploy/setup.sh
+model: setup
+	@deploy/model.sh
+demo: setup model
+	@$(MAKE) --no-print-directory -j$(shell nproc) programs
+	@deploy/demo.sh
+up: setup model
+	@$(MAKE) --no-print-directory -j$(shell nproc) programs
+	@deploy/local.sh up
+down:
+	@deploy/local.sh down
+# Everything is compiled before the first test starts, so no test waits for a compiler.
+check: setup model
+	@$(MAKE) --no-print-directory check-layers
+	@$(MAKE) --no-print-directory -j$(shell nproc) WERROR=1 check-build
+	@python3 tests/run.py --san "$(SAN)" --bin "$(if $(SAN),$(BIN),build/test/bin)"
+check-build: programs
+ifeq ($(CONFIG),release)
+	@$(MAKE) --no-print-directory CONFIG=test WERROR=1 programs tests
+else
+	@$(MAKE) --no-print-directory tests
+endif
+chaos: setup model
+	@$(MAKE) --no-print-directory -j$(shell nproc) CONFIG=test programs
+	@python3 tests/chaos/chaos.py --bin build/test/bin --rounds 20
+cleanroom:
+	@deploy/cleanroom.sh
+check-layers:
+	@python3 tests/check_layers.py
+format:
+	@clang-format -i $$(git ls-files '*.c' '*.h')
+clean:
+	rm -rf build/release build/bin build/test build/san-* build/gen
+help:
+	@echo "make            build the programs into build/bin"
+	@echo "make demo       set up, build, fetch the model, serve one request, stop"
+	@echo "make up|down    start / stop a cluster on this machine (port 8000)"
+	@echo "make check      set up, build, run every test (SAN=address,undefined or SAN=thread)"
+	@echo "make chaos      kill and freeze every process at every named step, 20 rounds"
+	@echo "make cleanroom  run demo and check in a minimal Debian root"
+	@echo "make bench      figures (see build/bin/tandem-bench --help)"

@@ -1,0 +1,57 @@
+/* td_kv_layout.h - where each number of a KV block lies. Source: design, section 3.
+ * A block is contiguous: [layer][K,V][kv_head][token][head_dim] f16, so a whole block is one
+ * transfer and a range of layers of a block is one contiguous piece.
+ * Threads: any (plain values). */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/base/td_status.h"
+
+#define TD_KV_BLOCK_TOKENS_DEFAULT 16u
+#define TD_KV_LAYERS_MAX 1024u
+
+typedef struct td_kv_layout {
+    uint32_t layers;
+    uint32_t kv_heads;
+    uint32_t head_dim;     /* elements, multiple of 8 */
+    uint32_t block_tokens; /* tokens, 16 or a multiple of it */
+} td_kv_layout_t;
+
+/** Checks ranges and that every size below fits.
+ * Errors: TD_ERR_INVALID. */
+TD_MUST_CHECK td_status_t td_kv_layout_check(const td_kv_layout_t *layout);
+/** Units: bytes of [kv_head][token][head_dim] f16, i.e. K or V of one layer. */
+static inline size_t td_kv_half_bytes(const td_kv_layout_t *l)
+{
+    return (size_t)l->kv_heads * l->block_tokens * l->head_dim * sizeof(uint16_t);
+}
+/** Units: bytes of one layer (K and V) of a block. */
+static inline size_t td_kv_layer_bytes(const td_kv_layout_t *l)
+{
+    return 2 * td_kv_half_bytes(l);
+}
+/** Units: bytes of a whole block. */
+static inline size_t td_kv_block_bytes(const td_kv_layout_t *l)
+{
+    return l->layers * td_kv_layer_bytes(l);
+}
+/** Units: bytes a token costs over all layers. */
+static inline size_t td_kv_token_bytes(const td_kv_layout_t *l)
+{
+    return td_kv_block_bytes(l) / l->block_tokens;
+}
+/** Units: blocks needed for n tokens. */
+static inline uint32_t td_kv_blocks_for(const td_kv_layout_t *l, uint32_t tokens)
+{
+    return (tokens + l->block_tokens - 1) / l->block_tokens;
+}
+/** Byte offset in a block of [layer][is_v][head][token][0]. */
+static inline size_t td_kv_offset(const td_kv_layout_t *l, uint32_t layer, bool is_v,
+                                  uint32_t head, uint32_t token)
+{
+    return (size_t)layer * td_kv_layer_bytes(l) + (is_v ? td_kv_half_bytes(l) : 0) +
+           (((size_t)head * l->block_tokens + token) * l->head_dim) * sizeof(uint16_t);
+}

@@ -1,0 +1,88 @@
+/* td_model.h - a Llama-family decoder (RMSNorm, rotary, grouped-query attention, SwiGLU) over paged
+ * KV. One forward pass serves prefill chunks and decode batches alike.
+ * I1: a row's logits depend on its tokens' KV, its own token and position and nothing else, bit for
+ * bit: not on the other rows, the chunking, the thread count or the instruction set.
+ * Source: design, sections 2 (I1), 3 and 7.
+ * Threads: owner (one pass at a time); the weights are immutable after loading. */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/base/td_status.h"
+#include "common/kv/td_kv_layout.h"
+#include "common/model/td_gguf.h"
+
+#define TD_MODEL_ROWS_MAX 4096u /* rows of one pass */
+
+typedef enum td_precision {
+    TD_PRECISION_FAST = 0, /* int8 activations */
+    TD_PRECISION_MIXED,    /* int16 for q, k, v, o and the head; int8 for the rest */
+    TD_PRECISION_EXACT     /* int16 throughout */
+} td_precision_t;
+
+/** Instruction sets; all give the same bits, so the choice is never part of a result. */
+typedef enum td_isa {
+    TD_ISA_AUTO = 0, /* the best the CPU has */
+    TD_ISA_PORTABLE, /* C with fmaf() */
+    TD_ISA_AVX2      /* AVX2 + FMA + F16C */
+} td_isa_t;
+
+typedef struct td_model_options {
+    td_precision_t precision;
+    td_isa_t isa;
+    uint32_t threads;       /* 1..TD_THREADS_MAX */
+    uint32_t rows_max;      /* rows of the largest pass, 1..TD_MODEL_ROWS_MAX */
+    uint32_t logit_rows_max; /* rows that may want logits in one pass, <= rows_max */
+    uint32_t context_max;   /* 0 = the model's own context length */
+    uint32_t block_tokens;  /* tokens of a KV block */
+} td_model_options_t;
+
+typedef struct td_model_info {
+    uint32_t vocab_size;
+    uint32_t context_max; /* tokens */
+    uint32_t embed_dim;
+    uint32_t ff_dim;
+    uint32_t heads;
+    td_kv_layout_t kv;
+    uint8_t fingerprint[32]; /* of the model file */
+    char numerics_class[64]; /* what may change bits, e.g. "cpu/mixed/r1" (I1) */
+    char name[64];           /* general.name, printable */
+} td_model_info_t;
+
+/** One token of one sequence. Rows of a sequence stand together in ascending position. */
+typedef struct td_model_row {
+    uint32_t token;
+    uint32_t position;        /* absolute */
+    const uint32_t *blocks;   /* borrowed: block table, entry i holds positions [i*block_tokens, ...) */
+    bool want_logits;
+} td_model_row_t;
+
+typedef struct td_model td_model_t;
+
+/** Loads a model. Logs progress for long loads.
+ * Errors: TD_ERR_INVALID (options or file; a line says what), TD_ERR_UNSUPPORTED (architecture or
+ *         tensor type), TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t td_model_load(const td_gguf_t *gguf, const td_model_options_t *options,
+                                        td_model_t **out);
+void td_model_destroy(td_model_t *model);
+const td_model_info_t *td_model_info(const td_model_t *model);
+/** "fast", "mixed" or "exact". Errors: TD_ERR_INVALID. */
+TD_MUST_CHECK td_status_t td_precision_parse(const char *text, td_precision_t *out);
+
+/** Called by the pass's own thread after layers [layer_begin, layer_end) of every row are written to
+ * the blocks. Must be short: the pass waits. */
+typedef void (*td_model_layers_fn)(void *ctx, uint32_t layer_begin, uint32_t layer_end);
+
+/** Runs one pass: reads earlier positions' KV through the block tables, writes each row's own.
+ * Shape:  pool_bytes [block][layer][k,v][kv_head][token][head_dim] f16, blocks td_kv_block_bytes()
+ *         apart. logits_out [rows that want logits, in row order][vocab_size] f32, lent by the model
+ *         until the next pass.
+ * Units:  layers_step in layers: on_layers is called about every so many; 0 = once, at the end.
+ * Errors: TD_ERR_INVALID (a token, position or count out of range; nothing was written).
+ * Cost:   O(rows * weights + rows * context). */
+TD_MUST_CHECK td_status_t td_model_forward(td_model_t *model, uint8_t *pool_bytes,
+                                           const td_model_row_t *rows, uint32_t row_count,
+                                           uint32_t layers_step, td_model_layers_fn on_layers,
+                                           void *ctx, const float **logits_out);

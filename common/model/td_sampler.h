@@ -1,0 +1,71 @@
+/* td_sampler.h - the next token from a row of logits, reproducibly.
+ * token = argmax over the kept entries of (logit / temperature + Gumbel(seed, choice, position, id)),
+ * which draws exactly from the filtered distribution; the noise is counter-based, so it depends on
+ * nothing else (I1). Order of steps: logit_bias, penalties, temperature, top_k, top_p, min_p.
+ * Source: design, section 6 (Gumbel-max trick).
+ * Threads: owner. No allocation in pick and accept. Never sorts the vocabulary. */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/base/td_status.h"
+
+#define TD_LOGIT_BIAS_MAX 1024u
+#define TD_TOP_LOGPROBS_MAX 20u
+
+typedef struct td_logit_bias {
+    uint32_t token;
+    float bias;
+} td_logit_bias_t;
+
+typedef struct td_sampling {
+    float temperature;        /* 0 = argmax, lowest id on ties; else (0, 100] */
+    uint32_t top_k;           /* 0 = off */
+    float top_p;              /* (0, 1]; 1 = off */
+    float min_p;              /* [0, 1); 0 = off */
+    float presence_penalty;   /* [-2, 2] over generated tokens, as OpenAI's */
+    float frequency_penalty;  /* [-2, 2] over generated tokens */
+    float repetition_penalty; /* (0, 10]; 1 = off; over prompt and generated tokens */
+    uint64_t seed;
+    uint32_t choice; /* index among the n choices */
+    const td_logit_bias_t *logit_bias; /* borrowed during create only */
+    uint32_t logit_bias_count;
+} td_sampling_t;
+
+typedef struct td_logprob {
+    uint32_t token;
+    float logprob; /* natural log of the model's own softmax: no bias, penalty or temperature */
+} td_logprob_t;
+
+typedef struct td_sampled {
+    uint32_t token;
+    float logprob;       /* of token; 0 unless logprobs were asked for */
+    uint32_t top_count;  /* entries in top */
+    td_logprob_t top[TD_TOP_LOGPROBS_MAX]; /* highest first, lowest id on ties */
+} td_sampled_t;
+
+typedef struct td_sampler td_sampler_t;
+
+/** Defaults: temperature 1, everything else off. */
+void td_sampling_init(td_sampling_t *params);
+/** Errors: TD_ERR_INVALID (a value out of its range above, or a bias token >= vocab_size);
+ *          TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t td_sampler_create(const td_sampling_t *params, uint32_t vocab_size,
+                                            const uint32_t *prompt, size_t prompt_tokens,
+                                            td_sampler_t **out);
+void td_sampler_destroy(td_sampler_t *sampler);
+/** Picks the token for an absolute position (index in prompt + output).
+ * Shape:  logits [vocab_size] f32, left unchanged. banned [banned_count]: ids that may not be picked
+ *         (stop tokens before min_tokens).
+ * Units:  top_logprobs 0..TD_TOP_LOGPROBS_MAX; want_logprob fills logprob even with 0 tops.
+ * A row with NaN in it gives TD_ERR_INTERNAL. */
+TD_MUST_CHECK td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits,
+                                          uint32_t position, const uint32_t *banned,
+                                          uint32_t banned_count, bool want_logprob,
+                                          uint32_t top_logprobs, td_sampled_t *out);
+/** Records a token as generated (for the penalties). */
+void td_sampler_accept(td_sampler_t *sampler, uint32_t token);
+/** XXH3-64 over the row's bytes: the hash by which I1 is tested through the whole cluster. */
+uint64_t td_logits_hash(const float *logits, uint32_t vocab_size);
