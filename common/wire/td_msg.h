@@ -1,0 +1,300 @@
+/* td_msg.h - the messages between processes as plain C, and their bytes (proto/tandem.proto).
+ * Encoding and decoding are in td_msg_wire.c, the only place that knows protobuf. A decoded message is
+ * checked: parallel arrays have equal lengths, counts are within the limits below, enums are known.
+ * Threads: any (plain values). */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/base/td_buf.h"
+#include "common/base/td_status.h"
+#include "common/kv/td_block_key.h"
+
+#define TD_WIRE_VERSION 1u
+#define TD_MSG_BYTES_MAX (16u << 20)
+#define TD_MSG_ID_CHARS_MAX 63u
+#define TD_MSG_PROMPT_TOKENS_MAX (1u << 20)
+#define TD_MSG_BLOCKS_MAX (1u << 17)
+#define TD_MSG_CHOICES_MAX 128u
+#define TD_MSG_STOPS_MAX 16u
+#define TD_MSG_STOP_BYTES_MAX 1024u
+#define TD_MSG_PEERS_MAX 1024u
+
+typedef enum td_msg_type {
+    TD_MSG_NONE = 0,
+    TD_MSG_REGISTER = 10,
+    TD_MSG_REGISTERED = 11,
+    TD_MSG_PEERS = 12,
+    TD_MSG_HEARTBEAT = 13,
+    TD_MSG_LEASE = 14,
+    TD_MSG_RESERVE = 20,
+    TD_MSG_RESERVED = 21,
+    TD_MSG_START = 22,
+    TD_MSG_LAYERS_READY = 23,
+    TD_MSG_KV_READY = 24,
+    TD_MSG_KV_ACK = 25,
+    TD_MSG_KV_FAILED = 26,
+    TD_MSG_CANCEL = 27,
+    TD_MSG_TOKENS = 28,
+    TD_MSG_END = 29,
+    TD_MSG_PUT_START = 40,
+    TD_MSG_PUT_RESULT = 41,
+    TD_MSG_STORE_ORDER = 42,
+    TD_MSG_STORE_DONE = 43,
+    TD_MSG_EVICT_ORDER = 44,
+    TD_MSG_LOOKUP = 45,
+    TD_MSG_LOOKUP_RESULT = 46
+} td_msg_type_t;
+
+typedef enum td_role {
+    TD_ROLE_NONE = 0,
+    TD_ROLE_ROUTER,
+    TD_ROLE_PREFILL,
+    TD_ROLE_DECODE,
+    TD_ROLE_KVSTORE
+} td_role_t;
+const char *td_role_name(td_role_t role); /* "router", "prefill", ... */
+
+typedef enum td_finish { TD_FINISH_NONE = 0, TD_FINISH_STOP, TD_FINISH_LENGTH } td_finish_t;
+
+typedef struct td_bytes {
+    const uint8_t *at; /* borrowed */
+    size_t len;
+} td_bytes_t;
+
+typedef struct td_msg_region {
+    td_bytes_t ucx_address; /* empty: nothing to read here */
+    td_bytes_t ucx_rkey;
+    uint64_t base;
+    uint32_t block_count;
+    uint32_t block_bytes;
+} td_msg_region_t;
+
+typedef struct td_msg_peer {
+    const char *id;
+    td_role_t role;
+    uint64_t incarnation;
+    const char *endpoint; /* ZeroMQ */
+    td_msg_region_t region;
+    bool store_master;
+} td_msg_peer_t;
+
+typedef struct td_msg_register {
+    td_msg_peer_t self;
+    const char *http;
+    td_bytes_t fingerprint; /* 32 bytes, or empty for a store */
+    const char *numerics_class;
+    td_bytes_t probe_key;
+    uint32_t context_max;
+    const char *version;
+} td_msg_register_t;
+
+typedef struct td_msg_registered {
+    bool accepted;
+    const char *error;
+    uint32_t heartbeat_ms;
+    uint32_t block_bytes;
+    uint32_t block_tokens;
+} td_msg_registered_t;
+
+typedef struct td_msg_peers {
+    uint64_t version;
+    uint32_t count;
+    const td_msg_peer_t *peers;
+} td_msg_peers_t;
+
+typedef struct td_msg_heartbeat {
+    uint32_t queued_requests;
+    uint32_t queued_tokens;
+    uint32_t free_blocks;
+    uint32_t total_blocks;
+    uint64_t tokens_per_s;
+} td_msg_heartbeat_t;
+
+typedef struct td_msg_lease {
+    uint32_t lease_ms;
+} td_msg_lease_t;
+
+typedef struct td_msg_work { /* RESERVE and START */
+    uint64_t ticket;
+    uint32_t attempt;
+    uint32_t budget_ms;
+    const uint32_t *prompt;
+    uint32_t prompt_tokens;
+    td_bytes_t cache_salt;
+    float temperature;
+    uint32_t top_k;
+    float top_p;
+    float min_p;
+    float presence_penalty;
+    float frequency_penalty;
+    float repetition_penalty;
+    uint64_t seed;
+    uint32_t bias_count;
+    const uint32_t *bias_tokens;
+    const float *bias_values;
+    uint32_t n;
+    uint32_t max_tokens; /* >= 1, clamped to the context by the router */
+    uint32_t min_tokens;
+    bool ignore_eos;
+    bool want_logprobs;
+    uint32_t top_logprobs;
+    bool prompt_logprobs;
+    bool want_hashes;
+    uint32_t stop_count;
+    const td_bytes_t *stops;
+    bool include_stop;
+    bool skip_special; /* special tokens give no text */
+    const char *peer_id;
+    uint64_t peer_incarnation;
+    uint32_t have_blocks;
+    const char *request_id;
+} td_msg_work_t;
+
+typedef struct td_msg_reserved {
+    uint64_t ticket;
+    uint32_t attempt;
+    td_status_t status;
+    uint32_t have_blocks;
+} td_msg_reserved_t;
+
+typedef struct td_msg_layers_ready {
+    uint64_t ticket;
+    uint32_t attempt;
+    uint32_t layer_begin;
+    uint32_t layer_end;
+    uint32_t first_block;
+    uint32_t count;
+    const uint32_t *blocks;
+    const uint64_t *epochs;
+} td_msg_layers_ready_t;
+
+typedef struct td_msg_logprobs { /* all empty when not asked for */
+    uint32_t count;              /* tokens */
+    const float *token_logprobs;
+    const uint32_t *top_counts;
+    uint32_t top_total;
+    const uint32_t *top_tokens;
+    const float *top_logprobs;
+} td_msg_logprobs_t;
+
+typedef struct td_msg_usage { /* tokens */
+    uint32_t prompt_tokens;
+    uint32_t completion_tokens;
+    uint32_t cached_local_tokens;
+    uint32_t cached_store_tokens;
+    uint32_t computed_tokens;
+} td_msg_usage_t;
+
+typedef struct td_msg_kv_ready {
+    uint64_t ticket;
+    uint32_t attempt;
+    uint32_t first_block;
+    uint32_t count;
+    const uint32_t *blocks;
+    const uint64_t *epochs;
+    const uint64_t *checksums;
+    const td_block_key_t *keys;
+    uint32_t choice_count;
+    const uint32_t *first_tokens;
+    td_msg_logprobs_t logprobs;
+    uint32_t hash_count; /* 0 or choice_count */
+    const uint64_t *hashes;
+    td_msg_usage_t usage;
+} td_msg_kv_ready_t;
+
+typedef struct td_msg_ticket { /* KV_ACK, KV_FAILED (status), CANCEL */
+    uint64_t ticket;
+    uint32_t attempt;
+    td_status_t status;
+} td_msg_ticket_t;
+
+typedef struct td_msg_tokens {
+    uint64_t ticket;
+    uint32_t attempt;
+    uint32_t choice;
+    uint32_t offset;
+    uint32_t count;
+    const uint32_t *tokens;
+    td_bytes_t text;
+    td_finish_t finish;
+    td_msg_logprobs_t logprobs;
+    uint32_t hash_count; /* 0 or count */
+    const uint64_t *hashes;
+    bool is_prompt;
+    td_bytes_t stop_match;
+} td_msg_tokens_t;
+
+typedef struct td_msg_end {
+    uint64_t ticket;
+    uint32_t attempt;
+    td_role_t leg;
+    td_status_t status;
+    td_msg_usage_t usage;
+} td_msg_end_t;
+
+/** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP: a list of blocks. Which arrays
+ * are there follows from the type; the others are NULL. */
+typedef struct td_msg_blocks {
+    uint64_t request; /* or order */
+    uint64_t term;
+    const char *writer_id; /* STORE_ORDER */
+    uint64_t writer_incarnation;
+    uint32_t count;
+    const td_block_key_t *keys;
+    const td_status_t *statuses;
+    const uint32_t *blocks;
+    const uint64_t *epochs;
+    const uint64_t *checksums;
+} td_msg_blocks_t;
+
+typedef struct td_msg_lookup_result {
+    uint64_t request;
+    td_status_t status;
+    uint32_t lease_ms;
+    uint32_t segment_count;
+    const char *const *segment_ids;
+    uint32_t count; /* longest prefix found, blocks */
+    const uint32_t *segment_of;
+    const uint32_t *blocks;
+    const uint64_t *epochs;
+    const uint64_t *checksums;
+} td_msg_lookup_result_t;
+
+typedef struct td_msg {
+    td_msg_type_t type;
+    const char *sender_id;
+    uint64_t sender_incarnation;
+    uint64_t receiver_incarnation;
+    uint64_t sequence;
+    union {
+        td_msg_register_t reg;
+        td_msg_registered_t registered;
+        td_msg_peers_t peers;
+        td_msg_heartbeat_t heartbeat;
+        td_msg_lease_t lease;
+        td_msg_work_t work;
+        td_msg_reserved_t reserved;
+        td_msg_layers_ready_t layers;
+        td_msg_kv_ready_t kv_ready;
+        td_msg_ticket_t ticket;
+        td_msg_tokens_t tokens;
+        td_msg_end_t end;
+        td_msg_blocks_t blocks;
+        td_msg_lookup_result_t found;
+    } u;
+} td_msg_t;
+
+/** Appends a message's bytes to out. Errors: TD_ERR_NO_MEMORY, TD_ERR_TOO_LARGE. */
+TD_MUST_CHECK td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out);
+
+typedef struct td_msg_arena td_msg_arena_t; /* what a decoded message borrows from */
+/** Decodes and checks untrusted bytes.
+ * Errors: TD_ERR_PROTOCOL (logged: what was wrong), TD_ERR_TOO_LARGE, TD_ERR_NO_MEMORY.
+ * Owner:  everything in *msg_out is borrowed from *arena_out; end it with td_msg_arena_free(). The
+ *         bytes themselves may go at once. */
+TD_MUST_CHECK td_status_t td_msg_decode(const void *bytes, size_t len, td_msg_t *msg_out,
+                                        td_msg_arena_t **arena_out);
+void td_msg_arena_free(td_msg_arena_t *arena);

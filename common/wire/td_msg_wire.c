@@ -1,0 +1,1027 @@
+/* Plain messages to protobuf and back. Encoding lends the caller's arrays to protobuf's structs, so
+ * nothing is copied but the bytes on the wire; decoding lends protobuf's arrays to the caller. */
+#include "common/wire/td_msg.h"
+
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+#include "proto/tandem.pb-c.h"
+
+#define PB(type) Tandem__V1__##type
+/* protobuf-c has no const; nothing below writes through these. */
+#define UNCONST(type, ptr) ((type *)(uintptr_t)(ptr))
+
+struct td_msg_arena {
+    PB(Envelope) *envelope; /* owned */
+    void *extra;            /* owned, or NULL: arrays that have another form in C */
+};
+
+const char *td_role_name(td_role_t role)
+{
+    static const char *const names[] = {"none", "router", "prefill", "decode", "kvstore"};
+    return (size_t)role < TD_ARRAY_LEN(names) ? names[role] : "unknown";
+}
+
+static char *pb_text(const char *text)
+{
+    return UNCONST(char, text != NULL ? text : "");
+}
+
+static ProtobufCBinaryData pb_bytes(td_bytes_t bytes)
+{
+    return (ProtobufCBinaryData){.data = UNCONST(uint8_t, bytes.at), .len = bytes.len};
+}
+
+static ProtobufCBinaryData pb_keys(const td_block_key_t *keys, uint32_t count)
+{
+    return (ProtobufCBinaryData){.data = UNCONST(uint8_t, keys),
+                                 .len = keys == NULL ? 0 : (size_t)count * TD_BLOCK_KEY_BYTES};
+}
+
+/* Sets pb.<field> and pb.n_<field> from an array that may be absent. */
+#define PB_ARRAY(pb, field, type, ptr, count)                                                      \
+    do {                                                                                           \
+        (pb).field = UNCONST(type, ptr);                                                           \
+        (pb).n_##field = (ptr) == NULL ? 0 : (count);                                              \
+    } while (0)
+
+/* --- encoding -------------------------------------------------------------------------------- */
+
+static td_status_t pack(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    size_t bytes = 0;
+    size_t before = out->len;
+
+    env->version = TD_WIRE_VERSION;
+    env->sender_id = pb_text(msg->sender_id);
+    env->sender_incarnation = msg->sender_incarnation;
+    env->receiver_incarnation = msg->receiver_incarnation;
+    env->sequence = msg->sequence;
+    bytes = tandem__v1__envelope__get_packed_size(env);
+    if (bytes > TD_MSG_BYTES_MAX) {
+        TD_LOG_ERROR("message not sent", "type=%d bytes=%zu limit=%u", (int)msg->type, bytes,
+                     TD_MSG_BYTES_MAX);
+        return TD_ERR_TOO_LARGE;
+    }
+    if (out->cap < before + bytes + 1) {
+        char *grown = td_realloc(out->bytes, before + bytes + 1);
+        if (grown == NULL) {
+            return TD_ERR_NO_MEMORY;
+        }
+        out->bytes = grown;
+        out->cap = before + bytes + 1;
+    }
+    out->len = before + tandem__v1__envelope__pack(env, (uint8_t *)out->bytes + before);
+    out->bytes[out->len] = '\0';
+    return TD_OK;
+}
+
+static void fill_region(const td_msg_region_t *region, PB(Region) *pb)
+{
+    tandem__v1__region__init(pb);
+    pb->ucx_address = pb_bytes(region->ucx_address);
+    pb->ucx_rkey = pb_bytes(region->ucx_rkey);
+    pb->base_address = region->base;
+    pb->block_count = region->block_count;
+    pb->block_bytes = region->block_bytes;
+}
+
+static void fill_peer(const td_msg_peer_t *peer, PB(Peer) *pb, PB(Region) *region)
+{
+    tandem__v1__peer__init(pb);
+    fill_region(&peer->region, region);
+    pb->id = pb_text(peer->id);
+    pb->role = (PB(Role))peer->role;
+    pb->incarnation = peer->incarnation;
+    pb->endpoint = pb_text(peer->endpoint);
+    pb->region = region;
+    pb->store_master = peer->store_master;
+}
+
+static void fill_usage(const td_msg_usage_t *usage, PB(Usage) *pb)
+{
+    tandem__v1__usage__init(pb);
+    pb->prompt_tokens = usage->prompt_tokens;
+    pb->completion_tokens = usage->completion_tokens;
+    pb->cached_local_tokens = usage->cached_local_tokens;
+    pb->cached_store_tokens = usage->cached_store_tokens;
+    pb->computed_tokens = usage->computed_tokens;
+}
+
+static void fill_logprobs(const td_msg_logprobs_t *lp, PB(Logprobs) *pb)
+{
+    tandem__v1__logprobs__init(pb);
+    PB_ARRAY(*pb, token_logprobs, float, lp->token_logprobs, lp->count);
+    PB_ARRAY(*pb, top_counts, uint32_t, lp->top_counts, lp->count);
+    PB_ARRAY(*pb, top_tokens, uint32_t, lp->top_tokens, lp->top_total);
+    PB_ARRAY(*pb, top_logprobs, float, lp->top_logprobs, lp->top_total);
+}
+
+static td_status_t encode_register(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_register_t *m = &msg->u.reg;
+    PB(Register) pb = TANDEM__V1__REGISTER__INIT;
+    PB(Peer) self;
+    PB(Region) region;
+
+    fill_peer(&m->self, &self, &region);
+    pb.self = &self;
+    pb.http = pb_text(m->http);
+    pb.fingerprint = pb_bytes(m->fingerprint);
+    pb.numerics_class = pb_text(m->numerics_class);
+    pb.probe_key = pb_bytes(m->probe_key);
+    pb.context_max = m->context_max;
+    pb.version = pb_text(m->version);
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_REGISTER;
+    env->register_ = &pb;
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_registered(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_registered_t *m = &msg->u.registered;
+    PB(Registered) pb = TANDEM__V1__REGISTERED__INIT;
+
+    pb.accepted = m->accepted;
+    pb.error = pb_text(m->error);
+    pb.heartbeat_ms = m->heartbeat_ms;
+    pb.block_bytes = m->block_bytes;
+    pb.block_tokens = m->block_tokens;
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_REGISTERED;
+    env->registered = &pb;
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_peers(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_peers_t *m = &msg->u.peers;
+    PB(Peers) pb = TANDEM__V1__PEERS__INIT;
+    PB(Peer) *peers = td_calloc(m->count, sizeof(*peers));
+    PB(Region) *regions = td_calloc(m->count, sizeof(*regions));
+    PB(Peer) **list = td_calloc(m->count, sizeof(*list));
+    td_status_t status = TD_ERR_NO_MEMORY;
+
+    if (peers != NULL && regions != NULL && list != NULL) {
+        for (uint32_t i = 0; i < m->count; i++) {
+            fill_peer(&m->peers[i], &peers[i], &regions[i]);
+            list[i] = &peers[i];
+        }
+        pb.version = m->version;
+        pb.peers = list;
+        pb.n_peers = m->count;
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_PEERS;
+        env->peers = &pb;
+        status = pack(msg, env, out);
+    }
+    td_free(list);
+    td_free(regions);
+    td_free(peers);
+    return status;
+}
+
+static td_status_t encode_heartbeat(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_heartbeat_t *m = &msg->u.heartbeat;
+    PB(Heartbeat) pb = TANDEM__V1__HEARTBEAT__INIT;
+
+    pb.queued_requests = m->queued_requests;
+    pb.queued_tokens = m->queued_tokens;
+    pb.free_blocks = m->free_blocks;
+    pb.total_blocks = m->total_blocks;
+    pb.tokens_per_s = m->tokens_per_s;
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_HEARTBEAT;
+    env->heartbeat = &pb;
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_lease(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    PB(Lease) pb = TANDEM__V1__LEASE__INIT;
+
+    pb.lease_ms = msg->u.lease.lease_ms;
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_LEASE;
+    env->lease = &pb;
+    return pack(msg, env, out);
+}
+
+static void fill_sampling(const td_msg_work_t *m, PB(Sampling) *pb)
+{
+    tandem__v1__sampling__init(pb);
+    pb->temperature = m->temperature;
+    pb->top_k = m->top_k;
+    pb->top_p = m->top_p;
+    pb->min_p = m->min_p;
+    pb->presence_penalty = m->presence_penalty;
+    pb->frequency_penalty = m->frequency_penalty;
+    pb->repetition_penalty = m->repetition_penalty;
+    pb->seed = m->seed;
+    PB_ARRAY(*pb, bias_tokens, uint32_t, m->bias_tokens, m->bias_count);
+    PB_ARRAY(*pb, bias_values, float, m->bias_values, m->bias_count);
+}
+
+static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_work_t *m = &msg->u.work;
+    PB(Work) pb = TANDEM__V1__WORK__INIT;
+    PB(Sampling) sampling;
+    ProtobufCBinaryData stops[TD_MSG_STOPS_MAX];
+
+    fill_sampling(m, &sampling);
+    pb.ticket = m->ticket;
+    pb.attempt = m->attempt;
+    pb.budget_ms = m->budget_ms;
+    PB_ARRAY(pb, prompt, uint32_t, m->prompt, m->prompt_tokens);
+    pb.cache_salt = pb_bytes(m->cache_salt);
+    pb.sampling = &sampling;
+    pb.n = m->n;
+    pb.max_tokens = m->max_tokens;
+    pb.min_tokens = m->min_tokens;
+    pb.ignore_eos = m->ignore_eos;
+    pb.want_logprobs = m->want_logprobs;
+    pb.top_logprobs = m->top_logprobs;
+    pb.prompt_logprobs = m->prompt_logprobs;
+    pb.want_hashes = m->want_hashes;
+    if (m->stop_count > TD_MSG_STOPS_MAX) {
+        return TD_ERR_TOO_LARGE;
+    }
+    for (uint32_t i = 0; i < m->stop_count; i++) {
+        stops[i] = pb_bytes(m->stops[i]);
+    }
+    pb.stop = stops;
+    pb.n_stop = m->stop_count;
+    pb.include_stop = m->include_stop;
+    pb.skip_special = m->skip_special;
+    pb.peer_id = pb_text(m->peer_id);
+    pb.peer_incarnation = m->peer_incarnation;
+    pb.have_blocks = m->have_blocks;
+    pb.request_id = pb_text(m->request_id);
+    if (msg->type == TD_MSG_RESERVE) {
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_RESERVE;
+        env->reserve = &pb;
+    } else {
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_START;
+        env->start = &pb;
+    }
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_reserved(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_reserved_t *m = &msg->u.reserved;
+    PB(Reserved) pb = TANDEM__V1__RESERVED__INIT;
+
+    pb.ticket = m->ticket;
+    pb.attempt = m->attempt;
+    pb.status = (int32_t)m->status;
+    pb.have_blocks = m->have_blocks;
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_RESERVED;
+    env->reserved = &pb;
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_layers(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_layers_ready_t *m = &msg->u.layers;
+    PB(LayersReady) pb = TANDEM__V1__LAYERS_READY__INIT;
+
+    pb.ticket = m->ticket;
+    pb.attempt = m->attempt;
+    pb.layer_begin = m->layer_begin;
+    pb.layer_end = m->layer_end;
+    pb.first_block = m->first_block;
+    PB_ARRAY(pb, blocks, uint32_t, m->blocks, m->count);
+    PB_ARRAY(pb, epochs, uint64_t, m->epochs, m->count);
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_LAYERS_READY;
+    env->layers_ready = &pb;
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_kv_ready(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_kv_ready_t *m = &msg->u.kv_ready;
+    PB(KvReady) pb = TANDEM__V1__KV_READY__INIT;
+    PB(Logprobs) logprobs;
+    PB(Usage) usage;
+
+    fill_logprobs(&m->logprobs, &logprobs);
+    fill_usage(&m->usage, &usage);
+    pb.ticket = m->ticket;
+    pb.attempt = m->attempt;
+    pb.first_block = m->first_block;
+    PB_ARRAY(pb, blocks, uint32_t, m->blocks, m->count);
+    PB_ARRAY(pb, epochs, uint64_t, m->epochs, m->count);
+    PB_ARRAY(pb, checksums, uint64_t, m->checksums, m->count);
+    pb.keys = pb_keys(m->keys, m->count);
+    PB_ARRAY(pb, first_tokens, uint32_t, m->first_tokens, m->choice_count);
+    PB_ARRAY(pb, hashes, uint64_t, m->hashes, m->hash_count);
+    pb.logprobs = &logprobs;
+    pb.usage = &usage;
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_KV_READY;
+    env->kv_ready = &pb;
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_ticket(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_ticket_t *m = &msg->u.ticket;
+    PB(KvAck) ack = TANDEM__V1__KV_ACK__INIT;
+    PB(KvFailed) failed = TANDEM__V1__KV_FAILED__INIT;
+    PB(Cancel) cancel = TANDEM__V1__CANCEL__INIT;
+
+    ack.ticket = failed.ticket = cancel.ticket = m->ticket;
+    ack.attempt = failed.attempt = cancel.attempt = m->attempt;
+    failed.status = (int32_t)m->status;
+    if (msg->type == TD_MSG_KV_ACK) {
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_KV_ACK;
+        env->kv_ack = &ack;
+    } else if (msg->type == TD_MSG_KV_FAILED) {
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_KV_FAILED;
+        env->kv_failed = &failed;
+    } else {
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_CANCEL;
+        env->cancel = &cancel;
+    }
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_tokens(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_tokens_t *m = &msg->u.tokens;
+    PB(Tokens) pb = TANDEM__V1__TOKENS__INIT;
+    PB(Logprobs) logprobs;
+
+    fill_logprobs(&m->logprobs, &logprobs);
+    pb.ticket = m->ticket;
+    pb.attempt = m->attempt;
+    pb.choice = m->choice;
+    pb.offset = m->offset;
+    PB_ARRAY(pb, tokens, uint32_t, m->tokens, m->count);
+    pb.text = pb_bytes(m->text);
+    pb.finish = (PB(Finish))m->finish;
+    pb.logprobs = &logprobs;
+    PB_ARRAY(pb, hashes, uint64_t, m->hashes, m->hash_count);
+    pb.is_prompt = m->is_prompt;
+    pb.stop_match = pb_bytes(m->stop_match);
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_TOKENS;
+    env->tokens = &pb;
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_end(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_end_t *m = &msg->u.end;
+    PB(End) pb = TANDEM__V1__END__INIT;
+    PB(Usage) usage;
+
+    fill_usage(&m->usage, &usage);
+    pb.ticket = m->ticket;
+    pb.attempt = m->attempt;
+    pb.leg = (PB(Role))m->leg;
+    pb.status = (int32_t)m->status;
+    pb.usage = &usage;
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_END;
+    env->end = &pb;
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_blocks_t *m = &msg->u.blocks;
+    PB(PutStart) put = TANDEM__V1__PUT_START__INIT;
+    PB(PutResult) result = TANDEM__V1__PUT_RESULT__INIT;
+    PB(StoreOrder) order = TANDEM__V1__STORE_ORDER__INIT;
+    PB(StoreDone) done = TANDEM__V1__STORE_DONE__INIT;
+    PB(EvictOrder) evict = TANDEM__V1__EVICT_ORDER__INIT;
+    PB(Lookup) lookup = TANDEM__V1__LOOKUP__INIT;
+    _Static_assert(sizeof(td_status_t) == sizeof(int32_t), "statuses travel as sint32");
+
+    switch (msg->type) {
+    case TD_MSG_PUT_START:
+        put.request = m->request;
+        put.keys = pb_keys(m->keys, m->count);
+        PB_ARRAY(put, blocks, uint32_t, m->blocks, m->count);
+        PB_ARRAY(put, epochs, uint64_t, m->epochs, m->count);
+        PB_ARRAY(put, checksums, uint64_t, m->checksums, m->count);
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_PUT_START;
+        env->put_start = &put;
+        break;
+    case TD_MSG_PUT_RESULT:
+        result.request = m->request;
+        result.keys = pb_keys(m->keys, m->count);
+        PB_ARRAY(result, statuses, int32_t, m->statuses, m->count);
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_PUT_RESULT;
+        env->put_result = &result;
+        break;
+    case TD_MSG_STORE_ORDER:
+        order.order = m->request;
+        order.term = m->term;
+        order.writer_id = pb_text(m->writer_id);
+        order.writer_incarnation = m->writer_incarnation;
+        order.keys = pb_keys(m->keys, m->count);
+        PB_ARRAY(order, blocks, uint32_t, m->blocks, m->count);
+        PB_ARRAY(order, epochs, uint64_t, m->epochs, m->count);
+        PB_ARRAY(order, checksums, uint64_t, m->checksums, m->count);
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_STORE_ORDER;
+        env->store_order = &order;
+        break;
+    case TD_MSG_STORE_DONE:
+        done.order = m->request;
+        done.term = m->term;
+        done.keys = pb_keys(m->keys, m->count);
+        PB_ARRAY(done, statuses, int32_t, m->statuses, m->count);
+        PB_ARRAY(done, blocks, uint32_t, m->blocks, m->count);
+        PB_ARRAY(done, epochs, uint64_t, m->epochs, m->count);
+        PB_ARRAY(done, checksums, uint64_t, m->checksums, m->count);
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_STORE_DONE;
+        env->store_done = &done;
+        break;
+    case TD_MSG_EVICT_ORDER:
+        evict.term = m->term;
+        evict.keys = pb_keys(m->keys, m->count);
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_EVICT_ORDER;
+        env->evict_order = &evict;
+        break;
+    default:
+        lookup.request = m->request;
+        lookup.keys = pb_keys(m->keys, m->count);
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_LOOKUP;
+        env->lookup = &lookup;
+        break;
+    }
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_lookup_result(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+{
+    const td_msg_lookup_result_t *m = &msg->u.found;
+    PB(LookupResult) pb = TANDEM__V1__LOOKUP_RESULT__INIT;
+
+    pb.request = m->request;
+    pb.status = (int32_t)m->status;
+    pb.lease_ms = m->lease_ms;
+    pb.segment_ids = UNCONST(char *, m->segment_ids);
+    pb.n_segment_ids = m->segment_count;
+    PB_ARRAY(pb, segment_of, uint32_t, m->segment_of, m->count);
+    PB_ARRAY(pb, blocks, uint32_t, m->blocks, m->count);
+    PB_ARRAY(pb, epochs, uint64_t, m->epochs, m->count);
+    PB_ARRAY(pb, checksums, uint64_t, m->checksums, m->count);
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_LOOKUP_RESULT;
+    env->lookup_result = &pb;
+    return pack(msg, env, out);
+}
+
+td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out)
+{
+    PB(Envelope) env = TANDEM__V1__ENVELOPE__INIT;
+
+    switch (msg->type) {
+    case TD_MSG_REGISTER:
+        return encode_register(msg, &env, out);
+    case TD_MSG_REGISTERED:
+        return encode_registered(msg, &env, out);
+    case TD_MSG_PEERS:
+        return encode_peers(msg, &env, out);
+    case TD_MSG_HEARTBEAT:
+        return encode_heartbeat(msg, &env, out);
+    case TD_MSG_LEASE:
+        return encode_lease(msg, &env, out);
+    case TD_MSG_RESERVE:
+    case TD_MSG_START:
+        return encode_work(msg, &env, out);
+    case TD_MSG_RESERVED:
+        return encode_reserved(msg, &env, out);
+    case TD_MSG_LAYERS_READY:
+        return encode_layers(msg, &env, out);
+    case TD_MSG_KV_READY:
+        return encode_kv_ready(msg, &env, out);
+    case TD_MSG_KV_ACK:
+    case TD_MSG_KV_FAILED:
+    case TD_MSG_CANCEL:
+        return encode_ticket(msg, &env, out);
+    case TD_MSG_TOKENS:
+        return encode_tokens(msg, &env, out);
+    case TD_MSG_END:
+        return encode_end(msg, &env, out);
+    case TD_MSG_PUT_START:
+    case TD_MSG_PUT_RESULT:
+    case TD_MSG_STORE_ORDER:
+    case TD_MSG_STORE_DONE:
+    case TD_MSG_EVICT_ORDER:
+    case TD_MSG_LOOKUP:
+        return encode_blocks(msg, &env, out);
+    case TD_MSG_LOOKUP_RESULT:
+        return encode_lookup_result(msg, &env, out);
+    case TD_MSG_NONE:
+        break;
+    }
+    TD_ASSERT(!"message type without an encoder");
+    return TD_ERR_INTERNAL;
+}
+
+/* --- decoding -------------------------------------------------------------------------------- */
+
+/* Every check reads as: what must hold, else the name of what was wrong goes into the log line. */
+#define MUST(cond, what)                                                                           \
+    do {                                                                                           \
+        if (!(cond)) {                                                                             \
+            TD_LOG_WARN("message refused", "why=\"%s\"", what);                                    \
+            return TD_ERR_PROTOCOL;                                                                \
+        }                                                                                          \
+    } while (0)
+
+static td_bytes_t from_bytes(const ProtobufCBinaryData *pb)
+{
+    return (td_bytes_t){.at = pb->data, .len = pb->len};
+}
+
+static bool id_ok(const char *id)
+{
+    size_t len = strlen(id);
+    for (size_t i = 0; i < len; i++) {
+        if (id[i] <= 0x20 || id[i] > 0x7e) {
+            return false; /* ids go into logs and headers */
+        }
+    }
+    return len <= TD_MSG_ID_CHARS_MAX;
+}
+
+static td_status_t read_region(const PB(Region) *pb, td_msg_region_t *region)
+{
+    if (pb == NULL) {
+        return TD_OK;
+    }
+    MUST(pb->ucx_address.len <= 4096 && pb->ucx_rkey.len <= 4096, "region address over 4096 bytes");
+    MUST(pb->ucx_address.len == 0 || (pb->block_bytes > 0 && pb->block_count > 0),
+         "region without blocks");
+    region->ucx_address = from_bytes(&pb->ucx_address);
+    region->ucx_rkey = from_bytes(&pb->ucx_rkey);
+    region->base = pb->base_address;
+    region->block_count = pb->block_count;
+    region->block_bytes = pb->block_bytes;
+    return TD_OK;
+}
+
+static td_status_t read_peer(const PB(Peer) *pb, td_msg_peer_t *peer)
+{
+    MUST(pb != NULL && pb->id[0] != '\0' && id_ok(pb->id), "peer id empty, too long or unprintable");
+    MUST(pb->role >= 1 && (int)pb->role <= TD_ROLE_KVSTORE, "peer role unknown");
+    MUST(strlen(pb->endpoint) <= 255, "peer endpoint over 255 characters");
+    peer->id = pb->id;
+    peer->role = (td_role_t)pb->role;
+    peer->incarnation = pb->incarnation;
+    peer->endpoint = pb->endpoint;
+    peer->store_master = pb->store_master;
+    return read_region(pb->region, &peer->region);
+}
+
+static td_status_t read_register(const PB(Register) *pb, td_msg_register_t *m)
+{
+    TD_TRY(read_peer(pb->self, &m->self));
+    MUST(pb->fingerprint.len == 0 || pb->fingerprint.len == 32, "fingerprint is not 32 bytes");
+    MUST(strlen(pb->numerics_class) < 64 && strlen(pb->http) < 256 && strlen(pb->version) < 64,
+         "register text too long");
+    m->http = pb->http;
+    m->fingerprint = from_bytes(&pb->fingerprint);
+    m->numerics_class = pb->numerics_class;
+    m->probe_key = from_bytes(&pb->probe_key);
+    m->context_max = pb->context_max;
+    m->version = pb->version;
+    return TD_OK;
+}
+
+static td_status_t read_peers(const PB(Peers) *pb, td_msg_peers_t *m, td_msg_arena_t *arena)
+{
+    td_msg_peer_t *peers = NULL;
+
+    MUST(pb->n_peers <= TD_MSG_PEERS_MAX, "too many peers");
+    peers = td_calloc(pb->n_peers, sizeof(*peers));
+    if (peers == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    arena->extra = peers;
+    for (size_t i = 0; i < pb->n_peers; i++) {
+        TD_TRY(read_peer(pb->peers[i], &peers[i]));
+    }
+    m->version = pb->version;
+    m->count = (uint32_t)pb->n_peers;
+    m->peers = peers;
+    return TD_OK;
+}
+
+static td_status_t read_work(const PB(Work) *pb, td_msg_work_t *m, td_msg_arena_t *arena)
+{
+    const PB(Sampling) *s = pb->sampling;
+    td_bytes_t *stops = NULL;
+
+    MUST(pb->n_prompt >= 1 && pb->n_prompt <= TD_MSG_PROMPT_TOKENS_MAX,
+         "prompt empty or over the token limit");
+    MUST(pb->cache_salt.len <= TD_CACHE_SALT_BYTES_MAX, "cache salt too long");
+    MUST(s != NULL && s->n_bias_tokens == s->n_bias_values && s->n_bias_tokens <= 1024,
+         "sampling absent, or logit_bias arrays differ");
+    MUST(pb->n >= 1 && pb->n <= TD_MSG_CHOICES_MAX, "n out of range");
+    MUST(pb->max_tokens >= 1, "max_tokens is 0");
+    MUST(pb->top_logprobs <= 20, "top_logprobs over 20");
+    MUST(pb->n_stop <= TD_MSG_STOPS_MAX, "too many stop strings");
+    MUST(id_ok(pb->peer_id) && id_ok(pb->request_id), "id too long or unprintable");
+    stops = td_calloc(pb->n_stop, sizeof(*stops));
+    if (stops == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    arena->extra = stops;
+    for (size_t i = 0; i < pb->n_stop; i++) {
+        MUST(pb->stop[i].len >= 1 && pb->stop[i].len <= TD_MSG_STOP_BYTES_MAX,
+             "stop string empty or too long");
+        stops[i] = from_bytes(&pb->stop[i]);
+    }
+    *m = (td_msg_work_t){
+        .ticket = pb->ticket,
+        .attempt = pb->attempt,
+        .budget_ms = pb->budget_ms,
+        .prompt = pb->prompt,
+        .prompt_tokens = (uint32_t)pb->n_prompt,
+        .cache_salt = from_bytes(&pb->cache_salt),
+        .temperature = s->temperature,
+        .top_k = s->top_k,
+        .top_p = s->top_p,
+        .min_p = s->min_p,
+        .presence_penalty = s->presence_penalty,
+        .frequency_penalty = s->frequency_penalty,
+        .repetition_penalty = s->repetition_penalty,
+        .seed = s->seed,
+        .bias_count = (uint32_t)s->n_bias_tokens,
+        .bias_tokens = s->bias_tokens,
+        .bias_values = s->bias_values,
+        .n = pb->n,
+        .max_tokens = pb->max_tokens,
+        .min_tokens = pb->min_tokens,
+        .ignore_eos = pb->ignore_eos,
+        .want_logprobs = pb->want_logprobs,
+        .top_logprobs = pb->top_logprobs,
+        .prompt_logprobs = pb->prompt_logprobs,
+        .want_hashes = pb->want_hashes,
+        .stop_count = (uint32_t)pb->n_stop,
+        .stops = stops,
+        .include_stop = pb->include_stop,
+        .skip_special = pb->skip_special,
+        .peer_id = pb->peer_id,
+        .peer_incarnation = pb->peer_incarnation,
+        .have_blocks = pb->have_blocks,
+        .request_id = pb->request_id,
+    };
+    return TD_OK;
+}
+
+static td_status_t read_logprobs(const PB(Logprobs) *pb, size_t tokens, td_msg_logprobs_t *m)
+{
+    uint64_t total = 0;
+
+    if (pb == NULL || pb->n_token_logprobs == 0) {
+        return TD_OK;
+    }
+    MUST(pb->n_token_logprobs == tokens, "logprobs: one for each token expected");
+    MUST(pb->n_top_counts == 0 || pb->n_top_counts == tokens, "logprobs: top_counts length");
+    for (size_t i = 0; i < pb->n_top_counts; i++) {
+        MUST(pb->top_counts[i] <= 20, "logprobs: more than 20 tops");
+        total += pb->top_counts[i];
+    }
+    MUST(pb->n_top_tokens == total && pb->n_top_logprobs == total, "logprobs: top array lengths");
+    m->count = (uint32_t)tokens;
+    m->token_logprobs = pb->token_logprobs;
+    m->top_counts = pb->n_top_counts == 0 ? NULL : pb->top_counts;
+    m->top_total = (uint32_t)total;
+    m->top_tokens = pb->top_tokens;
+    m->top_logprobs = pb->top_logprobs;
+    return TD_OK;
+}
+
+static void read_usage(const PB(Usage) *pb, td_msg_usage_t *m)
+{
+    if (pb != NULL) {
+        m->prompt_tokens = pb->prompt_tokens;
+        m->completion_tokens = pb->completion_tokens;
+        m->cached_local_tokens = pb->cached_local_tokens;
+        m->cached_store_tokens = pb->cached_store_tokens;
+        m->computed_tokens = pb->computed_tokens;
+    }
+}
+
+static td_status_t read_layers(const PB(LayersReady) *pb, td_msg_layers_ready_t *m)
+{
+    MUST(pb->n_blocks >= 1 && pb->n_blocks <= TD_MSG_BLOCKS_MAX && pb->n_epochs == pb->n_blocks,
+         "layers_ready: array lengths");
+    MUST(pb->layer_begin < pb->layer_end, "layers_ready: empty range of layers");
+    MUST(pb->first_block <= TD_MSG_BLOCKS_MAX, "layers_ready: first_block");
+    m->ticket = pb->ticket;
+    m->attempt = pb->attempt;
+    m->layer_begin = pb->layer_begin;
+    m->layer_end = pb->layer_end;
+    m->first_block = pb->first_block;
+    m->count = (uint32_t)pb->n_blocks;
+    m->blocks = pb->blocks;
+    m->epochs = pb->epochs;
+    return TD_OK;
+}
+
+static td_status_t read_kv_ready(const PB(KvReady) *pb, td_msg_kv_ready_t *m)
+{
+    size_t n = pb->n_blocks;
+
+    MUST(n <= TD_MSG_BLOCKS_MAX && pb->n_epochs == n && pb->n_checksums == n &&
+             pb->keys.len == n * TD_BLOCK_KEY_BYTES,
+         "kv_ready: array lengths");
+    MUST(pb->first_block <= TD_MSG_BLOCKS_MAX, "kv_ready: first_block");
+    MUST(pb->n_first_tokens >= 1 && pb->n_first_tokens <= TD_MSG_CHOICES_MAX,
+         "kv_ready: first token of each choice expected");
+    MUST(pb->n_hashes == 0 || pb->n_hashes == pb->n_first_tokens, "kv_ready: hashes");
+    m->ticket = pb->ticket;
+    m->attempt = pb->attempt;
+    m->first_block = pb->first_block;
+    m->count = (uint32_t)n;
+    m->blocks = pb->blocks;
+    m->epochs = pb->epochs;
+    m->checksums = pb->checksums;
+    m->keys = (const td_block_key_t *)pb->keys.data;
+    m->choice_count = (uint32_t)pb->n_first_tokens;
+    m->first_tokens = pb->first_tokens;
+    m->hash_count = (uint32_t)pb->n_hashes;
+    m->hashes = pb->hashes;
+    read_usage(pb->usage, &m->usage);
+    return read_logprobs(pb->logprobs, pb->n_first_tokens, &m->logprobs);
+}
+
+static td_status_t read_tokens(const PB(Tokens) *pb, td_msg_tokens_t *m)
+{
+    MUST(pb->n_tokens <= TD_MSG_PROMPT_TOKENS_MAX, "tokens: too many");
+    MUST(pb->choice < TD_MSG_CHOICES_MAX, "tokens: choice");
+    MUST(pb->n_hashes == 0 || pb->n_hashes == pb->n_tokens, "tokens: hashes");
+    MUST((int)pb->finish >= 0 && (int)pb->finish <= TD_FINISH_LENGTH, "tokens: finish reason");
+    m->ticket = pb->ticket;
+    m->attempt = pb->attempt;
+    m->choice = pb->choice;
+    m->offset = pb->offset;
+    m->count = (uint32_t)pb->n_tokens;
+    m->tokens = pb->tokens;
+    m->text = from_bytes(&pb->text);
+    m->finish = (td_finish_t)pb->finish;
+    m->hash_count = (uint32_t)pb->n_hashes;
+    m->hashes = pb->hashes;
+    m->is_prompt = pb->is_prompt;
+    m->stop_match = from_bytes(&pb->stop_match);
+    return read_logprobs(pb->logprobs, pb->n_tokens, &m->logprobs);
+}
+
+static td_status_t read_end(const PB(End) *pb, td_msg_end_t *m)
+{
+    MUST(pb->leg == TANDEM__V1__ROLE__ROLE_PREFILL || pb->leg == TANDEM__V1__ROLE__ROLE_DECODE,
+         "end: leg");
+    m->ticket = pb->ticket;
+    m->attempt = pb->attempt;
+    m->leg = (td_role_t)pb->leg;
+    m->status = (td_status_t)pb->status;
+    read_usage(pb->usage, &m->usage);
+    return TD_OK;
+}
+
+/* Keys, and which of the parallel arrays must be there with one entry a key. */
+static td_status_t read_keys(const ProtobufCBinaryData *keys, td_msg_blocks_t *m)
+{
+    MUST(keys->len > 0 && keys->len % TD_BLOCK_KEY_BYTES == 0 &&
+             keys->len / TD_BLOCK_KEY_BYTES <= TD_MSG_BLOCKS_MAX,
+         "keys: a positive multiple of 16 bytes expected");
+    m->count = (uint32_t)(keys->len / TD_BLOCK_KEY_BYTES);
+    m->keys = (const td_block_key_t *)keys->data;
+    return TD_OK;
+}
+
+static td_status_t read_put_start(const PB(PutStart) *pb, td_msg_blocks_t *m)
+{
+    TD_TRY(read_keys(&pb->keys, m));
+    MUST(pb->n_blocks == m->count && pb->n_epochs == m->count && pb->n_checksums == m->count,
+         "put_start: array lengths");
+    m->request = pb->request;
+    m->blocks = pb->blocks;
+    m->epochs = pb->epochs;
+    m->checksums = pb->checksums;
+    return TD_OK;
+}
+
+static td_status_t read_put_result(const PB(PutResult) *pb, td_msg_blocks_t *m)
+{
+    TD_TRY(read_keys(&pb->keys, m));
+    MUST(pb->n_statuses == m->count, "put_result: array lengths");
+    m->request = pb->request;
+    m->statuses = (const td_status_t *)pb->statuses;
+    return TD_OK;
+}
+
+static td_status_t read_store_order(const PB(StoreOrder) *pb, td_msg_blocks_t *m)
+{
+    TD_TRY(read_keys(&pb->keys, m));
+    MUST(pb->n_blocks == m->count && pb->n_epochs == m->count && pb->n_checksums == m->count,
+         "store_order: array lengths");
+    MUST(id_ok(pb->writer_id), "store_order: writer id");
+    m->request = pb->order;
+    m->term = pb->term;
+    m->writer_id = pb->writer_id;
+    m->writer_incarnation = pb->writer_incarnation;
+    m->blocks = pb->blocks;
+    m->epochs = pb->epochs;
+    m->checksums = pb->checksums;
+    return TD_OK;
+}
+
+static td_status_t read_store_done(const PB(StoreDone) *pb, td_msg_blocks_t *m)
+{
+    TD_TRY(read_keys(&pb->keys, m));
+    MUST(pb->n_blocks == m->count && pb->n_epochs == m->count && pb->n_checksums == m->count &&
+             pb->n_statuses == m->count,
+         "store_done: array lengths");
+    m->request = pb->order;
+    m->term = pb->term;
+    m->statuses = (const td_status_t *)pb->statuses;
+    m->blocks = pb->blocks;
+    m->epochs = pb->epochs;
+    m->checksums = pb->checksums;
+    return TD_OK;
+}
+
+static td_status_t read_lookup_result(const PB(LookupResult) *pb, td_msg_lookup_result_t *m)
+{
+    size_t n = pb->n_blocks;
+
+    MUST(n <= TD_MSG_BLOCKS_MAX && pb->n_epochs == n && pb->n_checksums == n &&
+             pb->n_segment_of == n && pb->n_segment_ids <= TD_MSG_PEERS_MAX,
+         "lookup_result: array lengths");
+    for (size_t i = 0; i < n; i++) {
+        MUST(pb->segment_of[i] < pb->n_segment_ids, "lookup_result: segment index");
+    }
+    for (size_t i = 0; i < pb->n_segment_ids; i++) {
+        MUST(id_ok(pb->segment_ids[i]), "lookup_result: segment id");
+    }
+    m->request = pb->request;
+    m->status = (td_status_t)pb->status;
+    m->lease_ms = pb->lease_ms;
+    m->segment_count = (uint32_t)pb->n_segment_ids;
+    m->segment_ids = (const char *const *)pb->segment_ids;
+    m->count = (uint32_t)n;
+    m->segment_of = pb->segment_of;
+    m->blocks = pb->blocks;
+    m->epochs = pb->epochs;
+    m->checksums = pb->checksums;
+    return TD_OK;
+}
+
+static td_status_t read_ticket(uint64_t ticket, uint32_t attempt, int32_t status,
+                               td_msg_ticket_t *m)
+{
+    m->ticket = ticket;
+    m->attempt = attempt;
+    m->status = (td_status_t)status;
+    return TD_OK;
+}
+
+static td_status_t read_body(const PB(Envelope) *env, td_msg_t *msg, td_msg_arena_t *arena)
+{
+    msg->type = (td_msg_type_t)env->body_case;
+    switch (env->body_case) {
+    case TANDEM__V1__ENVELOPE__BODY_REGISTER:
+        return read_register(env->register_, &msg->u.reg);
+    case TANDEM__V1__ENVELOPE__BODY_REGISTERED:
+        msg->u.registered = (td_msg_registered_t){
+            .accepted = env->registered->accepted,
+            .error = env->registered->error,
+            .heartbeat_ms = env->registered->heartbeat_ms,
+            .block_bytes = env->registered->block_bytes,
+            .block_tokens = env->registered->block_tokens,
+        };
+        return TD_OK;
+    case TANDEM__V1__ENVELOPE__BODY_PEERS:
+        return read_peers(env->peers, &msg->u.peers, arena);
+    case TANDEM__V1__ENVELOPE__BODY_HEARTBEAT:
+        msg->u.heartbeat = (td_msg_heartbeat_t){
+            .queued_requests = env->heartbeat->queued_requests,
+            .queued_tokens = env->heartbeat->queued_tokens,
+            .free_blocks = env->heartbeat->free_blocks,
+            .total_blocks = env->heartbeat->total_blocks,
+            .tokens_per_s = env->heartbeat->tokens_per_s,
+        };
+        return TD_OK;
+    case TANDEM__V1__ENVELOPE__BODY_LEASE:
+        msg->u.lease.lease_ms = env->lease->lease_ms;
+        return TD_OK;
+    case TANDEM__V1__ENVELOPE__BODY_RESERVE:
+        return read_work(env->reserve, &msg->u.work, arena);
+    case TANDEM__V1__ENVELOPE__BODY_START:
+        return read_work(env->start, &msg->u.work, arena);
+    case TANDEM__V1__ENVELOPE__BODY_RESERVED:
+        msg->u.reserved = (td_msg_reserved_t){
+            .ticket = env->reserved->ticket,
+            .attempt = env->reserved->attempt,
+            .status = (td_status_t)env->reserved->status,
+            .have_blocks = env->reserved->have_blocks,
+        };
+        return TD_OK;
+    case TANDEM__V1__ENVELOPE__BODY_LAYERS_READY:
+        return read_layers(env->layers_ready, &msg->u.layers);
+    case TANDEM__V1__ENVELOPE__BODY_KV_READY:
+        return read_kv_ready(env->kv_ready, &msg->u.kv_ready);
+    case TANDEM__V1__ENVELOPE__BODY_KV_ACK:
+        return read_ticket(env->kv_ack->ticket, env->kv_ack->attempt, 0, &msg->u.ticket);
+    case TANDEM__V1__ENVELOPE__BODY_KV_FAILED:
+        return read_ticket(env->kv_failed->ticket, env->kv_failed->attempt, env->kv_failed->status,
+                           &msg->u.ticket);
+    case TANDEM__V1__ENVELOPE__BODY_CANCEL:
+        return read_ticket(env->cancel->ticket, env->cancel->attempt, 0, &msg->u.ticket);
+    case TANDEM__V1__ENVELOPE__BODY_TOKENS:
+        return read_tokens(env->tokens, &msg->u.tokens);
+    case TANDEM__V1__ENVELOPE__BODY_END:
+        return read_end(env->end, &msg->u.end);
+    case TANDEM__V1__ENVELOPE__BODY_PUT_START:
+        return read_put_start(env->put_start, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_PUT_RESULT:
+        return read_put_result(env->put_result, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_STORE_ORDER:
+        return read_store_order(env->store_order, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_STORE_DONE:
+        return read_store_done(env->store_done, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_EVICT_ORDER:
+        msg->u.blocks.term = env->evict_order->term;
+        return read_keys(&env->evict_order->keys, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_LOOKUP:
+        msg->u.blocks.request = env->lookup->request;
+        return read_keys(&env->lookup->keys, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_LOOKUP_RESULT:
+        return read_lookup_result(env->lookup_result, &msg->u.found);
+    default:
+        break;
+    }
+    MUST(false, "envelope without a known body");
+    return TD_ERR_PROTOCOL;
+}
+
+static void *arena_alloc(void *ctx, size_t bytes)
+{
+    (void)ctx;
+    return td_alloc(bytes);
+}
+
+static void arena_release(void *ctx, void *ptr)
+{
+    (void)ctx;
+    td_free(ptr);
+}
+
+static ProtobufCAllocator allocator = {.alloc = arena_alloc, .free = arena_release};
+
+static td_status_t read_envelope(const PB(Envelope) *env, td_msg_t *msg, td_msg_arena_t *arena)
+{
+    MUST(env->version == TD_WIRE_VERSION, "wire version differs");
+    MUST(env->sender_id[0] != '\0' && id_ok(env->sender_id), "sender id");
+    msg->sender_id = env->sender_id;
+    msg->sender_incarnation = env->sender_incarnation;
+    msg->receiver_incarnation = env->receiver_incarnation;
+    msg->sequence = env->sequence;
+    return read_body(env, msg, arena);
+}
+
+td_status_t td_msg_decode(const void *bytes, size_t len, td_msg_t *msg_out,
+                          td_msg_arena_t **arena_out)
+{
+    td_msg_arena_t *arena = NULL;
+    td_status_t status = TD_OK;
+    td_msg_t msg;
+
+    if (len > TD_MSG_BYTES_MAX) {
+        return TD_ERR_TOO_LARGE;
+    }
+    arena = td_calloc(1, sizeof(*arena));
+    if (arena == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    memset(&msg, 0, sizeof(msg));
+    arena->envelope = tandem__v1__envelope__unpack(&allocator, len, bytes);
+    if (arena->envelope == NULL) {
+        TD_LOG_WARN("message refused", "why=\"not an envelope\" bytes=%zu", len);
+        td_free(arena);
+        return TD_ERR_PROTOCOL;
+    }
+    status = read_envelope(arena->envelope, &msg, arena);
+    if (status != TD_OK) {
+        td_msg_arena_free(arena);
+        return status;
+    }
+    *msg_out = msg;
+    *arena_out = arena;
+    return TD_OK;
+}
+
+void td_msg_arena_free(td_msg_arena_t *arena)
+{
+    if (arena == NULL) {
+        return;
+    }
+    tandem__v1__envelope__free_unpacked(arena->envelope, &allocator);
+    td_free(arena->extra);
+    td_free(arena);
+}
