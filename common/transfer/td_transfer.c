@@ -1,0 +1,1020 @@
+#include "common/transfer/td_transfer.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucp/api/ucp.h>
+#include <unistd.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_fault.h"
+#include "common/base/td_log.h"
+#include "common/base/td_ring.h"
+
+#define AM_ASK 1u
+#define AM_ANSWER 2u
+#define COMMANDS_MAX 16384u
+#define ANSWERS_IN_FLIGHT_MAX 8u /* staging buffers */
+#define JOBS_MAX 1024u           /* asks waiting for a staging buffer */
+#define SHM_BYTES_PER_TURN (8u << 20)
+#define POLL_BUSY_MS 5
+#define POLL_IDLE_MS 500 /* UCX's keepalive runs only inside progress */
+
+/* --- wire: little-endian structs over active messages, both ends of one build's layout --------- */
+
+typedef struct ask_header {
+    uint64_t asker; /* incarnation: whom to answer */
+    uint64_t owner; /* incarnation that is asked: a new life must not answer for an old one */
+    uint64_t fetch_id;
+    uint32_t piece_count;
+    uint32_t reserved;
+} ask_header_t;
+
+typedef struct ask_piece {
+    uint64_t epoch;
+    uint32_t block;
+    uint32_t offset;
+    uint32_t bytes;
+    uint32_t reserved;
+} ask_piece_t;
+
+typedef struct answer_header {
+    uint64_t fetch_id;
+    uint64_t owner;
+    uint32_t piece_first;
+    uint32_t piece_count;
+    int32_t status;
+    uint32_t reserved;
+} answer_header_t;
+
+_Static_assert(sizeof(ask_header_t) == 32 && sizeof(ask_piece_t) == 24 &&
+                   sizeof(answer_header_t) == 32,
+               "layout on the wire");
+
+typedef struct peer {
+    uint64_t incarnation;
+    ucp_ep_h ep;
+    ucp_rkey_h rkey;
+    const uint8_t *mapped; /* the peer's pool in our address space, or NULL: tcp */
+    uint32_t block_count;
+    uint32_t block_bytes;
+    bool failed;
+    struct td_transfer *transfer;
+    struct peer *next;
+} peer_t;
+
+typedef struct job { /* an ask being answered */
+    uint64_t asker;
+    uint64_t fetch_id;
+    uint32_t piece_count;
+    uint32_t next_piece;
+    struct job *next;
+    ask_piece_t pieces[];
+} job_t;
+
+typedef struct staging { /* one answer in flight */
+    answer_header_t header;
+    uint8_t *bytes; /* owned; [staging_bytes] */
+    bool busy;
+} staging_t;
+
+typedef struct ask_send { /* an ask in flight: UCX needs the memory until it is sent */
+    struct td_transfer *transfer;
+    ask_header_t header;
+    ask_piece_t pieces[];
+} ask_send_t;
+
+typedef enum command_kind { CMD_PEER_ADD, CMD_PEER_REMOVE, CMD_FETCH, CMD_CANCEL } command_kind_t;
+
+typedef struct command {
+    command_kind_t kind;
+    uint64_t id; /* incarnation or fetch id */
+    td_fetch_t *fetch;
+    uint64_t base;
+    uint32_t block_count;
+    uint32_t block_bytes;
+    size_t address_len;
+    size_t rkey_len;
+    uint8_t bytes[]; /* address, then rkey */
+} command_t;
+
+struct td_transfer {
+    ucp_context_h context;
+    ucp_worker_h worker;
+    ucp_mem_h memh;
+    uint8_t *memory;
+    uint32_t block_count;
+    size_t block_bytes;
+    size_t staging_bytes;
+    ucp_address_t *address;
+    size_t address_len;
+    void *rkey;
+    size_t rkey_len;
+    int event_fd;
+    td_ring_t *commands;
+    pthread_t thread;
+    bool thread_started;
+    atomic_bool stop; /* release by destroy, acquire by the thread */
+    atomic_uint_fast64_t incarnation; /* relaxed: a name */
+    atomic_uint_fast64_t next_id;     /* relaxed: only uniqueness matters */
+    const td_pool_t *pool;            /* borrowed; its epochs are read here */
+
+    /* the thread's own */
+    peer_t *peers;
+    td_fetch_t *fetches; /* list of those under way */
+    uint32_t fetch_count;
+    job_t *jobs; /* list, oldest first */
+    job_t **jobs_tail;
+    uint32_t job_count;
+    staging_t staging[ANSWERS_IN_FLIGHT_MAX];
+    uint32_t sends_in_flight;
+
+    td_metric_t *bytes_shm;
+    td_metric_t *bytes_tcp;
+    td_metric_t *answered_bytes;
+    td_metric_t *failures;
+};
+
+const char *td_carrier_name(td_carrier_t carrier)
+{
+    return carrier == TD_CARRIER_SHM ? "shm" : carrier == TD_CARRIER_TCP ? "tcp" : "none";
+}
+
+/* --- start and end --------------------------------------------------------------------------- */
+
+/* Defaults that make UCX fit for this use (DESIGN.md); the user's own settings win. */
+static void set_ucx_environment(void)
+{
+    if (access("/sys/class/infiniband", F_OK) != 0) {
+        (void)setenv("UCX_TLS", "tcp,posix,sysv", 0);
+    }
+    (void)setenv("UCX_MM_ERROR_HANDLING", "y", 0);
+    (void)setenv("UCX_KEEPALIVE_INTERVAL", "1s", 0);
+    (void)setenv("UCX_HANDLE_ERRORS", "none", 0);
+    (void)setenv("UCX_TCP_TX_SEG_SIZE", "256K", 0);
+    (void)setenv("UCX_TCP_RX_SEG_SIZE", "256K", 0);
+    (void)setenv("UCX_WARN_UNUSED_ENV_VARS", "n", 0);
+    (void)setenv("UCX_LOG_LEVEL", "fatal", 0); /* dead peers are our business, and logged by us */
+}
+
+static td_status_t ucx_status(ucs_status_t status, const char *what)
+{
+    if (status == UCS_OK) {
+        return TD_OK;
+    }
+    TD_LOG_ERROR("ucx call failed", "call=%s err=\"%s\"", what, ucs_status_string(status));
+    return TD_ERR_IO;
+}
+
+static td_status_t create_worker(td_transfer_t *t)
+{
+    ucp_config_t *config = NULL;
+    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME,
+                           .features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP,
+                           .name = "tandem"};
+    ucp_worker_params_t wp = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
+                              .thread_mode = UCS_THREAD_MODE_SERIALIZED};
+    ucs_status_t status = UCS_OK;
+
+    set_ucx_environment();
+    TD_TRY(ucx_status(ucp_config_read(NULL, NULL, &config), "ucp_config_read"));
+    status = ucp_init(&params, config, &t->context);
+    ucp_config_release(config);
+    TD_TRY(ucx_status(status, "ucp_init"));
+    TD_TRY(ucx_status(ucp_worker_create(t->context, &wp, &t->worker), "ucp_worker_create"));
+    TD_TRY(ucx_status(ucp_worker_get_efd(t->worker, &t->event_fd), "ucp_worker_get_efd"));
+    return ucx_status(ucp_worker_get_address(t->worker, &t->address, &t->address_len),
+                      "ucp_worker_get_address");
+}
+
+static td_status_t map_memory(td_transfer_t *t)
+{
+    ucp_mem_map_params_t mp = {.field_mask =
+                                   UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_FLAGS,
+                               .flags = UCP_MEM_MAP_ALLOCATE};
+    ucp_mem_attr_t attr = {.field_mask = UCP_MEM_ATTR_FIELD_ADDRESS};
+    size_t bytes = 0;
+
+    if (t->block_count == 0 || t->block_bytes == 0 || t->block_bytes > UINT32_MAX ||
+        !td_size_mul(t->block_count, t->block_bytes, &bytes)) {
+        return TD_ERR_INVALID;
+    }
+    mp.length = bytes;
+    TD_TRY(ucx_status(ucp_mem_map(t->context, &mp, &t->memh), "ucp_mem_map"));
+    TD_TRY(ucx_status(ucp_mem_query(t->memh, &attr), "ucp_mem_query"));
+    t->memory = attr.address;
+    memset(t->memory, 0, bytes); /* page faults now, not in a request */
+    return ucx_status(ucp_rkey_pack(t->context, t->memh, &t->rkey, &t->rkey_len), "ucp_rkey_pack");
+}
+
+static ucs_status_t on_ask(void *arg, const void *header, size_t header_len, void *data, size_t len,
+                           const ucp_am_recv_param_t *param);
+static ucs_status_t on_answer(void *arg, const void *header, size_t header_len, void *data,
+                              size_t len, const ucp_am_recv_param_t *param);
+static void *transfer_main(void *arg);
+
+static td_status_t set_handler(td_transfer_t *t, unsigned id, ucp_am_recv_callback_t callback)
+{
+    ucp_am_handler_param_t param = {.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID |
+                                                  UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
+                                                  UCP_AM_HANDLER_PARAM_FIELD_CB |
+                                                  UCP_AM_HANDLER_PARAM_FIELD_ARG,
+                                    .id = id,
+                                    .flags = UCP_AM_FLAG_WHOLE_MSG,
+                                    .cb = callback,
+                                    .arg = t};
+    return ucx_status(ucp_worker_set_am_recv_handler(t->worker, &param), "set_am_recv_handler");
+}
+
+static td_status_t alloc_staging(td_transfer_t *t)
+{
+    t->staging_bytes = TD_MAX((size_t)TD_TRANSFER_GATHER_BYTES, t->block_bytes);
+    for (uint32_t i = 0; i < ANSWERS_IN_FLIGHT_MAX; i++) {
+        t->staging[i].bytes = td_alloc(t->staging_bytes);
+        if (t->staging[i].bytes == NULL) {
+            return TD_ERR_NO_MEMORY;
+        }
+    }
+    return td_ring_create(COMMANDS_MAX, &t->commands);
+}
+
+static td_metric_t *declare(const td_transfer_config_t *c, const char *suffix, const char *labels,
+                            const char *help)
+{
+    char name[128];
+    char *kept = NULL;
+    (void)snprintf(name, sizeof(name), "%s%s", c->name_prefix, suffix);
+    kept = td_strdup(name); /* the registry borrows names for ever */
+    return kept == NULL ? NULL : td_metrics_counter(c->metrics, kept, labels, help);
+}
+
+static void declare_metrics(td_transfer_t *t, const td_transfer_config_t *c)
+{
+    if (c->metrics == NULL) {
+        return;
+    }
+    t->bytes_shm = declare(c, "_transfer_bytes_total", "carrier=\"shm\"", "KV bytes fetched");
+    t->bytes_tcp = declare(c, "_transfer_bytes_total", "carrier=\"tcp\"", "KV bytes fetched");
+    t->answered_bytes = declare(c, "_transfer_answered_bytes_total", NULL, "KV bytes sent by tcp");
+    t->failures = declare(c, "_transfer_failures_total", NULL, "fetches that did not succeed");
+}
+
+static void metric_add(td_metric_t *metric, uint64_t n)
+{
+    if (metric != NULL) {
+        td_metric_add(metric, n);
+    }
+}
+
+td_status_t td_transfer_create(const td_transfer_config_t *config, td_transfer_t **out)
+{
+    td_status_t status = TD_OK;
+    td_transfer_t *t = td_calloc(1, sizeof(*t));
+
+    if (t == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    t->block_count = config->block_count;
+    t->block_bytes = config->block_bytes;
+    t->jobs_tail = &t->jobs;
+    atomic_init(&t->incarnation, config->incarnation);
+    declare_metrics(t, config);
+    status = alloc_staging(t);
+    if (status == TD_OK) {
+        status = create_worker(t);
+    }
+    if (status == TD_OK) {
+        status = map_memory(t);
+    }
+    if (status == TD_OK) {
+        status = set_handler(t, AM_ASK, on_ask);
+    }
+    if (status == TD_OK) {
+        status = set_handler(t, AM_ANSWER, on_answer);
+    }
+    if (status == TD_OK && pthread_create(&t->thread, NULL, transfer_main, t) != 0) {
+        status = TD_ERR_IO;
+    }
+    if (status != TD_OK) {
+        td_transfer_destroy(t);
+        return status;
+    }
+    t->thread_started = true;
+    *out = t;
+    return TD_OK;
+}
+
+static void commands_drop(td_transfer_t *t)
+{
+    void *item = NULL;
+    while (t->commands != NULL && td_ring_pop(t->commands, &item)) {
+        command_t *c = item;
+        if (c->kind == CMD_FETCH) {
+            c->fetch->status = TD_ERR_CANCELLED;
+            c->fetch->complete(c->fetch);
+        }
+        td_free(c);
+    }
+}
+
+void td_transfer_destroy(td_transfer_t *t)
+{
+    if (t == NULL) {
+        return;
+    }
+    if (t->thread_started) {
+        atomic_store_explicit(&t->stop, true, memory_order_release);
+        td_ring_wake(t->commands);
+        (void)pthread_join(t->thread, NULL);
+    }
+    commands_drop(t);
+    if (t->rkey != NULL) {
+        ucp_rkey_buffer_release(t->rkey);
+    }
+    if (t->address != NULL) {
+        ucp_worker_release_address(t->worker, t->address);
+    }
+    if (t->worker != NULL) {
+        ucp_worker_destroy(t->worker);
+    }
+    if (t->memh != NULL) {
+        (void)ucp_mem_unmap(t->context, t->memh);
+    }
+    if (t->context != NULL) {
+        ucp_cleanup(t->context);
+    }
+    for (uint32_t i = 0; i < ANSWERS_IN_FLIGHT_MAX; i++) {
+        td_free(t->staging[i].bytes);
+    }
+    td_ring_destroy(t->commands);
+    td_free(t);
+}
+
+uint8_t *td_transfer_memory(const td_transfer_t *t)
+{
+    return t->memory;
+}
+
+void td_transfer_set_pool(td_transfer_t *t, const td_pool_t *pool)
+{
+    t->pool = pool;
+}
+
+void td_transfer_set_incarnation(td_transfer_t *t, uint64_t incarnation)
+{
+    atomic_store_explicit(&t->incarnation, incarnation, memory_order_relaxed);
+}
+
+void td_transfer_address(const td_transfer_t *t, const void **address, size_t *address_len,
+                         const void **rkey, size_t *rkey_len, uint64_t *base)
+{
+    *address = t->address;
+    *address_len = t->address_len;
+    *rkey = t->rkey;
+    *rkey_len = t->rkey_len;
+    *base = (uint64_t)(uintptr_t)t->memory;
+}
+
+/* --- commands from other threads -------------------------------------------------------------- */
+
+static td_status_t command_push(td_transfer_t *t, command_t *command)
+{
+    td_status_t status = td_ring_push(t->commands, command);
+    if (status != TD_OK) {
+        td_free(command);
+    }
+    return status;
+}
+
+td_status_t td_transfer_peer_add(td_transfer_t *t, const td_transfer_peer_t *peer)
+{
+    command_t *c = td_calloc(1, sizeof(*c) + peer->address_len + peer->rkey_len);
+    if (c == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    c->kind = CMD_PEER_ADD;
+    c->id = peer->incarnation;
+    c->base = peer->base;
+    c->block_count = peer->block_count;
+    c->block_bytes = peer->block_bytes;
+    c->address_len = peer->address_len;
+    c->rkey_len = peer->rkey_len;
+    memcpy(c->bytes, peer->address, peer->address_len);
+    if (peer->rkey_len > 0) {
+        memcpy(c->bytes + peer->address_len, peer->rkey, peer->rkey_len);
+    }
+    return command_push(t, c);
+}
+
+static td_status_t push_simple(td_transfer_t *t, command_kind_t kind, uint64_t id,
+                               td_fetch_t *fetch)
+{
+    command_t *c = td_calloc(1, sizeof(*c));
+    if (c == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    c->kind = kind;
+    c->id = id;
+    c->fetch = fetch;
+    return command_push(t, c);
+}
+
+void td_transfer_peer_remove(td_transfer_t *t, uint64_t incarnation)
+{
+    if (push_simple(t, CMD_PEER_REMOVE, incarnation, NULL) != TD_OK) {
+        TD_LOG_WARN("transfer peer not removed", "peer=%016llx", (unsigned long long)incarnation);
+    }
+}
+
+td_status_t td_transfer_fetch(td_transfer_t *t, td_fetch_t *fetch)
+{
+    TD_ASSERT(fetch->piece_count > 0 && fetch->piece_count <= TD_TRANSFER_PIECES_MAX);
+    fetch->id = atomic_fetch_add_explicit(&t->next_id, 1, memory_order_relaxed) + 1;
+    fetch->status = TD_INPROGRESS;
+    fetch->carrier = TD_CARRIER_NONE;
+    fetch->bytes = 0;
+    fetch->next_piece = 0;
+    fetch->asked = false;
+    fetch->next = NULL;
+    return push_simple(t, CMD_FETCH, fetch->id, fetch);
+}
+
+void td_transfer_cancel(td_transfer_t *t, uint64_t fetch_id)
+{
+    if (push_simple(t, CMD_CANCEL, fetch_id, NULL) != TD_OK) {
+        TD_LOG_WARN("fetch not cancelled early", "fetch=%llu", (unsigned long long)fetch_id);
+    }
+}
+
+/* --- the thread: peers ------------------------------------------------------------------------ */
+
+static peer_t *peer_find(td_transfer_t *t, uint64_t incarnation)
+{
+    for (peer_t *p = t->peers; p != NULL; p = p->next) {
+        if (p->incarnation == incarnation) {
+            return p;
+        }
+    }
+    return NULL;
+}
+
+static void on_peer_error(void *arg, ucp_ep_h ep, ucs_status_t status)
+{
+    peer_t *peer = arg;
+    (void)ep;
+    TD_LOG_INFO("transfer peer lost", "peer=%016llx err=\"%s\"",
+                (unsigned long long)peer->incarnation, ucs_status_string(status));
+    peer->failed = true; /* its operations end in the next turn of the loop, not inside UCX */
+}
+
+/* Can the peer's memory be read here? Small /dev/shm and other hosts answer no; then tcp serves. */
+static void try_map(peer_t *peer, const command_t *c)
+{
+    void *local = NULL;
+    if (c->rkey_len == 0 ||
+        ucp_ep_rkey_unpack(peer->ep, c->bytes + c->address_len, &peer->rkey) != UCS_OK) {
+        peer->rkey = NULL;
+        return;
+    }
+    if (ucp_rkey_ptr(peer->rkey, c->base, &local) == UCS_OK) {
+        peer->mapped = local;
+    }
+}
+
+static void peer_add(td_transfer_t *t, const command_t *c)
+{
+    peer_t *peer = peer_find(t, c->id);
+    ucp_ep_params_t params = {
+        .field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                      UCP_EP_PARAM_FIELD_ERR_HANDLER,
+        .address = (const ucp_address_t *)c->bytes,
+        .err_mode = UCP_ERR_HANDLING_MODE_PEER,
+    };
+    ucs_status_t status = UCS_OK;
+
+    if (peer != NULL) {
+        return;
+    }
+    peer = td_calloc(1, sizeof(*peer));
+    if (peer == NULL) {
+        return;
+    }
+    peer->incarnation = c->id;
+    peer->block_count = c->block_count;
+    peer->block_bytes = c->block_bytes;
+    peer->transfer = t;
+    params.err_handler.cb = on_peer_error;
+    params.err_handler.arg = peer;
+    status = ucp_ep_create(t->worker, &params, &peer->ep);
+    if (status != UCS_OK) {
+        TD_LOG_WARN("transfer peer unreachable", "peer=%016llx err=\"%s\"",
+                    (unsigned long long)c->id, ucs_status_string(status));
+        td_free(peer);
+        return;
+    }
+    try_map(peer, c);
+    TD_LOG_INFO("transfer peer added", "peer=%016llx carrier=%s", (unsigned long long)c->id,
+                td_carrier_name(peer->mapped != NULL ? TD_CARRIER_SHM : TD_CARRIER_TCP));
+    peer->next = t->peers;
+    t->peers = peer;
+}
+
+static void fetch_end(td_transfer_t *t, td_fetch_t **link, td_status_t status)
+{
+    td_fetch_t *fetch = *link;
+    *link = fetch->next;
+    fetch->next = NULL;
+    t->fetch_count--;
+    fetch->status = status;
+    if (status == TD_OK) {
+        metric_add(fetch->carrier == TD_CARRIER_SHM ? t->bytes_shm : t->bytes_tcp, fetch->bytes);
+    } else {
+        metric_add(t->failures, 1);
+    }
+    fetch->complete(fetch);
+}
+
+static void jobs_drop_of(td_transfer_t *t, uint64_t asker)
+{
+    job_t **link = &t->jobs;
+    while (*link != NULL) {
+        job_t *job = *link;
+        if (job->asker == asker) {
+            *link = job->next;
+            t->job_count--;
+            td_free(job);
+        } else {
+            link = &job->next;
+        }
+    }
+    t->jobs_tail = link;
+}
+
+static void peer_remove(td_transfer_t *t, uint64_t incarnation)
+{
+    peer_t **link = &t->peers;
+    peer_t *peer = NULL;
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS,
+                                 .flags = UCP_EP_CLOSE_FLAG_FORCE};
+    void *request = NULL;
+
+    while (*link != NULL && (*link)->incarnation != incarnation) {
+        link = &(*link)->next;
+    }
+    if (*link == NULL) {
+        return;
+    }
+    peer = *link;
+    *link = peer->next;
+    for (td_fetch_t **f = &t->fetches; *f != NULL;) {
+        if ((*f)->peer == incarnation) {
+            fetch_end(t, f, TD_ERR_PEER_DEAD);
+        } else {
+            f = &(*f)->next;
+        }
+    }
+    jobs_drop_of(t, incarnation);
+    if (peer->rkey != NULL) {
+        ucp_rkey_destroy(peer->rkey); /* unmaps; no copy from it can be under way: one thread */
+    }
+    request = ucp_ep_close_nbx(peer->ep, &param);
+    while (UCS_PTR_IS_PTR(request) && ucp_request_check_status(request) == UCS_INPROGRESS) {
+        (void)ucp_worker_progress(t->worker); /* FORCE: ends at once, waits for no peer */
+    }
+    if (UCS_PTR_IS_PTR(request)) {
+        ucp_request_free(request);
+    }
+    td_free(peer);
+}
+
+static void remove_failed_peers(td_transfer_t *t)
+{
+    for (peer_t *p = t->peers; p != NULL;) {
+        peer_t *next = p->next;
+        if (p->failed) {
+            peer_remove(t, p->incarnation);
+            next = t->peers; /* the list changed */
+        }
+        p = next;
+    }
+}
+
+/* --- the thread: fetching --------------------------------------------------------------------- */
+
+static bool pieces_fit(const td_fetch_t *fetch, const peer_t *peer)
+{
+    for (uint32_t i = 0; i < fetch->piece_count; i++) {
+        const td_fetch_piece_t *p = &fetch->pieces[i];
+        if (p->block >= peer->block_count || p->bytes == 0 || p->bytes > peer->block_bytes ||
+            p->offset > peer->block_bytes - p->bytes) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void on_ask_sent(void *request, ucs_status_t status, void *arg)
+{
+    ask_send_t *ask = arg;
+    (void)status; /* a failed send shows as a failed peer, or at the deadline */
+    ask->transfer->sends_in_flight--;
+    td_free(ask);
+    ucp_request_free(request);
+}
+
+static td_status_t send_ask(td_transfer_t *t, const peer_t *peer, td_fetch_t *fetch)
+{
+    size_t bytes = fetch->piece_count * sizeof(ask_piece_t);
+    ask_send_t *ask = td_calloc(1, sizeof(*ask) + bytes);
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS |
+                                                 UCP_OP_ATTR_FIELD_CALLBACK |
+                                                 UCP_OP_ATTR_FIELD_USER_DATA,
+                                 .flags = UCP_AM_SEND_FLAG_EAGER,
+                                 .cb.send = on_ask_sent,
+                                 .user_data = ask};
+    void *request = NULL;
+
+    if (ask == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    ask->transfer = t;
+    ask->header = (ask_header_t){
+        .asker = atomic_load_explicit(&t->incarnation, memory_order_relaxed),
+        .owner = peer->incarnation,
+        .fetch_id = fetch->id,
+        .piece_count = fetch->piece_count,
+    };
+    for (uint32_t i = 0; i < fetch->piece_count; i++) {
+        const td_fetch_piece_t *p = &fetch->pieces[i];
+        ask->pieces[i] = (ask_piece_t){
+            .epoch = p->epoch, .block = p->block, .offset = p->offset, .bytes = p->bytes};
+    }
+    request = ucp_am_send_nbx(peer->ep, AM_ASK, &ask->header, sizeof(ask->header), ask->pieces,
+                              bytes, &param);
+    if (UCS_PTR_IS_ERR(request)) {
+        td_free(ask);
+        return TD_ERR_PEER_DEAD;
+    }
+    if (request == NULL) {
+        td_free(ask); /* sent at once; the callback is not called */
+    } else {
+        t->sends_in_flight++;
+    }
+    fetch->asked = true;
+    return TD_OK;
+}
+
+/* Copies some pieces of a mapped peer. Returns true when the fetch is whole. */
+static bool copy_pieces(td_fetch_t *fetch, const peer_t *peer, size_t *budget)
+{
+    while (fetch->next_piece < fetch->piece_count && *budget > 0) {
+        const td_fetch_piece_t *p = &fetch->pieces[fetch->next_piece++];
+        memcpy(p->dest, peer->mapped + (size_t)p->block * peer->block_bytes + p->offset, p->bytes);
+        fetch->bytes += p->bytes;
+        *budget -= TD_MIN(*budget, p->bytes);
+        TD_FAULT_POINT("transfer_piece");
+    }
+    return fetch->next_piece == fetch->piece_count;
+}
+
+/* One turn over the fetches under way. Returns true when copying is left to do. */
+static bool drive_fetches(td_transfer_t *t)
+{
+    uint64_t now = td_now_ns();
+    size_t budget = SHM_BYTES_PER_TURN;
+    bool left = false;
+
+    for (td_fetch_t **link = &t->fetches; *link != NULL;) {
+        td_fetch_t *fetch = *link;
+        peer_t *peer = peer_find(t, fetch->peer);
+        td_status_t status = TD_INPROGRESS;
+        if (peer == NULL || peer->failed) {
+            status = TD_ERR_PEER_DEAD;
+        } else if (now >= fetch->deadline_ns) {
+            status = TD_ERR_TIMEOUT;
+        } else if (fetch->carrier == TD_CARRIER_NONE && !pieces_fit(fetch, peer)) {
+            status = TD_ERR_INVALID;
+        } else if (peer->mapped != NULL) {
+            fetch->carrier = TD_CARRIER_SHM;
+            if (budget > 0 && copy_pieces(fetch, peer, &budget)) {
+                status = TD_OK;
+            } else {
+                left = true;
+            }
+        } else if (!fetch->asked) {
+            fetch->carrier = TD_CARRIER_TCP;
+            status = send_ask(t, peer, fetch);
+            status = status == TD_OK ? TD_INPROGRESS : status;
+        }
+        if (status == TD_INPROGRESS) {
+            link = &fetch->next;
+        } else {
+            fetch_end(t, link, status);
+        }
+    }
+    return left;
+}
+
+static td_fetch_t **fetch_link(td_transfer_t *t, uint64_t id)
+{
+    for (td_fetch_t **link = &t->fetches; *link != NULL; link = &(*link)->next) {
+        if ((*link)->id == id) {
+            return link;
+        }
+    }
+    return NULL;
+}
+
+/* Copies an answer into the blocks; only for a fetch that is still under way. */
+static ucs_status_t on_answer(void *arg, const void *header, size_t header_len, void *data,
+                              size_t len, const ucp_am_recv_param_t *param)
+{
+    td_transfer_t *t = arg;
+    answer_header_t h;
+    td_fetch_t **link = NULL;
+    td_fetch_t *fetch = NULL;
+    const uint8_t *at = data;
+
+    if (header_len != sizeof(h) || (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+        return UCS_OK; /* not ours: dropped */
+    }
+    memcpy(&h, header, sizeof(h));
+    link = fetch_link(t, h.fetch_id);
+    if (link == NULL || (*link)->peer != h.owner) {
+        return UCS_OK; /* late, of a fetch that has ended */
+    }
+    fetch = *link;
+    if (h.status != TD_OK) {
+        fetch_end(t, link, h.status == TD_ERR_BUSY ? TD_ERR_BUSY : TD_ERR_STALE);
+        return UCS_OK;
+    }
+    if (h.piece_first != fetch->next_piece ||
+        h.piece_count > fetch->piece_count - fetch->next_piece || h.piece_count == 0) {
+        fetch_end(t, link, TD_ERR_PROTOCOL);
+        return UCS_OK;
+    }
+    for (uint32_t i = 0; i < h.piece_count; i++) {
+        const td_fetch_piece_t *p = &fetch->pieces[fetch->next_piece];
+        if (p->bytes > len) {
+            fetch_end(t, link, TD_ERR_PROTOCOL);
+            return UCS_OK;
+        }
+        memcpy(p->dest, at, p->bytes);
+        at += p->bytes;
+        len -= p->bytes;
+        fetch->bytes += p->bytes;
+        fetch->next_piece++;
+    }
+    TD_FAULT_POINT("transfer_piece");
+    if (fetch->next_piece == fetch->piece_count) {
+        fetch_end(t, link, TD_OK);
+    }
+    return UCS_OK;
+}
+
+/* --- the thread: answering -------------------------------------------------------------------- */
+
+static ucs_status_t on_ask(void *arg, const void *header, size_t header_len, void *data, size_t len,
+                           const ucp_am_recv_param_t *param)
+{
+    td_transfer_t *t = arg;
+    ask_header_t h;
+    job_t *job = NULL;
+    size_t bytes = 0;
+
+    if (header_len != sizeof(h) || (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+        return UCS_OK;
+    }
+    memcpy(&h, header, sizeof(h));
+    if (h.owner != atomic_load_explicit(&t->incarnation, memory_order_relaxed) ||
+        peer_find(t, h.asker) == NULL || h.piece_count == 0 ||
+        h.piece_count > TD_TRANSFER_PIECES_MAX ||
+        !td_size_mul(h.piece_count, sizeof(ask_piece_t), &bytes) || bytes != len ||
+        t->job_count >= JOBS_MAX) {
+        return UCS_OK; /* the asker's deadline ends it */
+    }
+    job = td_alloc(sizeof(*job) + bytes);
+    if (job == NULL) {
+        return UCS_OK;
+    }
+    *job = (job_t){.asker = h.asker, .fetch_id = h.fetch_id, .piece_count = h.piece_count};
+    memcpy(job->pieces, data, bytes);
+    *t->jobs_tail = job;
+    t->jobs_tail = &job->next;
+    t->job_count++;
+    return UCS_OK;
+}
+
+
+static void on_answer_sent(void *request, ucs_status_t status, void *arg)
+{
+    staging_t *staging = arg;
+    (void)status;
+    staging->busy = false;
+    ucp_request_free(request);
+}
+
+static bool piece_is_live(const td_transfer_t *t, const ask_piece_t *p)
+{
+    return p->block < t->block_count && p->bytes > 0 && p->bytes <= t->block_bytes &&
+           p->offset <= t->block_bytes - p->bytes &&
+           (t->pool == NULL || td_pool_epoch(t->pool, p->block) == p->epoch);
+}
+
+/* Gathers the next pieces into a buffer. The epoch is checked before and after the copy, so bytes of
+ * another allocation do not leave even when the block changed hands meanwhile. */
+static td_status_t gather(const td_transfer_t *t, job_t *job, staging_t *staging, size_t *len_out)
+{
+    size_t len = 0;
+
+    staging->header.piece_first = job->next_piece;
+    while (job->next_piece < job->piece_count) {
+        const ask_piece_t *p = &job->pieces[job->next_piece];
+        if (!piece_is_live(t, p)) {
+            return TD_ERR_STALE;
+        }
+        if (len + p->bytes > t->staging_bytes) {
+            break;
+        }
+        memcpy(staging->bytes + len, t->memory + (size_t)p->block * t->block_bytes + p->offset,
+               p->bytes);
+        if (!piece_is_live(t, p)) {
+            return TD_ERR_STALE;
+        }
+        len += p->bytes;
+        job->next_piece++;
+    }
+    staging->header.piece_count = job->next_piece - staging->header.piece_first;
+    *len_out = len;
+    return TD_OK;
+}
+
+static void send_answer(td_transfer_t *t, const peer_t *peer, job_t *job, staging_t *staging)
+{
+    size_t len = 0;
+    td_status_t status = TD_OK;
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS |
+                                                 UCP_OP_ATTR_FIELD_CALLBACK |
+                                                 UCP_OP_ATTR_FIELD_USER_DATA,
+                                 .flags = UCP_AM_SEND_FLAG_EAGER,
+                                 .cb.send = on_answer_sent,
+                                 .user_data = staging};
+    void *request = NULL;
+
+    staging->header = (answer_header_t){
+        .fetch_id = job->fetch_id,
+        .owner = atomic_load_explicit(&t->incarnation, memory_order_relaxed),
+    };
+    status = gather(t, job, staging, &len);
+    if (status != TD_OK) {
+        staging->header.status = status;
+        len = 0;
+        job->next_piece = job->piece_count;
+    }
+    request = ucp_am_send_nbx(peer->ep, AM_ANSWER, &staging->header, sizeof(staging->header),
+                              staging->bytes, len, &param);
+    if (UCS_PTR_IS_ERR(request)) {
+        job->next_piece = job->piece_count;
+        return;
+    }
+    staging->busy = request != NULL;
+    metric_add(t->answered_bytes, len);
+    TD_FAULT_POINT("transfer_answer");
+}
+
+static staging_t *staging_free(td_transfer_t *t)
+{
+    for (uint32_t i = 0; i < ANSWERS_IN_FLIGHT_MAX; i++) {
+        if (!t->staging[i].busy) {
+            return &t->staging[i];
+        }
+    }
+    return NULL;
+}
+
+static bool drive_jobs(td_transfer_t *t)
+{
+    staging_t *staging = NULL;
+
+    while (t->jobs != NULL && (staging = staging_free(t)) != NULL) {
+        job_t *job = t->jobs;
+        peer_t *peer = peer_find(t, job->asker);
+        if (peer == NULL || peer->failed) {
+            job->next_piece = job->piece_count;
+        } else {
+            send_answer(t, peer, job, staging);
+        }
+        if (job->next_piece == job->piece_count) {
+            t->jobs = job->next;
+            if (t->jobs == NULL) {
+                t->jobs_tail = &t->jobs;
+            }
+            t->job_count--;
+            td_free(job);
+        }
+    }
+    return t->jobs != NULL;
+}
+
+/* --- the thread: loop ------------------------------------------------------------------------- */
+
+static void run_command(td_transfer_t *t, command_t *c)
+{
+    td_fetch_t **link = NULL;
+
+    switch (c->kind) {
+    case CMD_PEER_ADD:
+        peer_add(t, c);
+        break;
+    case CMD_PEER_REMOVE:
+        peer_remove(t, c->id);
+        break;
+    case CMD_FETCH:
+        if (t->fetch_count >= TD_TRANSFER_OPS_MAX) {
+            c->fetch->status = TD_ERR_BUSY;
+            c->fetch->complete(c->fetch);
+            break;
+        }
+        link = &t->fetches;
+        while (*link != NULL) {
+            link = &(*link)->next; /* oldest first */
+        }
+        *link = c->fetch;
+        t->fetch_count++;
+        break;
+    case CMD_CANCEL:
+        link = fetch_link(t, c->id);
+        if (link != NULL) {
+            fetch_end(t, link, TD_ERR_CANCELLED);
+        }
+        break;
+    }
+    td_free(c);
+}
+
+static void run_commands(td_transfer_t *t)
+{
+    void *item = NULL;
+    while (td_ring_pop(t->commands, &item)) {
+        run_command(t, item);
+    }
+}
+
+static void sleep_until_event(td_transfer_t *t)
+{
+    struct pollfd fds[2] = {{.fd = t->event_fd, .events = POLLIN},
+                            {.fd = td_ring_fd(t->commands), .events = POLLIN}};
+    int timeout_ms = t->fetch_count > 0 || t->job_count > 0 ? POLL_BUSY_MS : POLL_IDLE_MS;
+
+    if (ucp_worker_arm(t->worker) != UCS_OK) {
+        return; /* BUSY: there is something to progress */
+    }
+    (void)poll(fds, 2, timeout_ms);
+    if ((fds[1].revents & POLLIN) != 0) {
+        td_ring_drain_fd(t->commands);
+    }
+}
+
+static void end_everything(td_transfer_t *t)
+{
+    uint64_t deadline = td_now_ns() + TD_NS_PER_S;
+
+    while (t->fetches != NULL) {
+        fetch_end(t, &t->fetches, TD_ERR_CANCELLED);
+    }
+    while (t->peers != NULL) {
+        peer_remove(t, t->peers->incarnation);
+    }
+    while (t->jobs != NULL) {
+        job_t *next = t->jobs->next;
+        td_free(t->jobs);
+        t->jobs = next;
+    }
+    while (t->sends_in_flight > 0 && td_now_ns() < deadline) {
+        (void)ucp_worker_progress(t->worker);
+    }
+}
+
+static void *transfer_main(void *arg)
+{
+    td_transfer_t *t = arg;
+
+    while (!atomic_load_explicit(&t->stop, memory_order_acquire)) {
+        bool left = false;
+        run_commands(t);
+        while (ucp_worker_progress(t->worker) != 0) {
+        }
+        remove_failed_peers(t);
+        left = drive_fetches(t);
+        left |= drive_jobs(t) && staging_free(t) != NULL;
+        if (!left) {
+            sleep_until_event(t);
+        }
+    }
+    end_everything(t);
+    return NULL;
+}
