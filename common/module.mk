@@ -4,3 +4,4 @@ COMMON_SRC := $(wildcard common/base/*.c common/wire/*.c common/transfer/*.c com
 # gcc 12 spills the register tiles of these kernels unless told otherwise (DESIGN.md, "Kernels").
 AVX2_FLAGS := -O3 -mavx2 -mfma -mf16c -fno-tree-ter -fno-tree-pre -fno-tree-reassoc
 CFLAGS_common_model_cpu_td_cpu_avx2 := $(AVX2_FLAGS)
+CFLAGS_common_model_cpu_td_cpu_avx2_rows := $(AVX2_FLAGS)

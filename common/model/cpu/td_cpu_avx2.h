@@ -1,0 +1,46 @@
+/* td_cpu_avx2.h - small helpers of the AVX2 files, which alone are compiled for AVX2.
+ * Threads: any. */
+#pragma once
+
+#include <immintrin.h>
+
+#include "common/model/cpu/td_cpu_ops.h"
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define UNROLL_TEXT(x) _Pragma(#x)
+#define UNROLL(n) UNROLL_TEXT(GCC unroll n)
+
+/** As td_cpu_ops_t.product. */
+void td_cpu_avx2_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows, float *y,
+                         uint32_t panel_begin, uint32_t panel_end, td_cpu_scratch_t *scratch);
+
+ALWAYS_INLINE __m256i load_i(const void *ptr)
+{
+    return _mm256_load_si256((const __m256i *)ptr);
+}
+
+ALWAYS_INLINE void store_i(void *ptr, __m256i value)
+{
+    _mm256_store_si256((__m256i *)ptr, value);
+}
+
+/** Eight f16, unaligned. */
+ALWAYS_INLINE __m256 load_f16(const void *ptr)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)ptr));
+}
+
+/** Four bytes in every 32-bit lane, unaligned. */
+ALWAYS_INLINE __m256i broadcast4(const void *ptr)
+{
+    int32_t value = 0;
+    memcpy(&value, ptr, sizeof(value));
+    return _mm256_set1_epi32(value);
+}
+
+/** All bits in lanes [0, count). */
+ALWAYS_INLINE __m256i lane_mask(uint32_t count)
+{
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int32_t)count),
+                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}

@@ -1,0 +1,233 @@
+/* td_cpu_ops.h - the arithmetic of the forward pass, once in portable C and once for each
+ * instruction set. Every implementation gives the same bits (I1); what fixes them is written at
+ * each operation. Design: common/model/DESIGN.md, "Arithmetic".
+ * Threads: the tables and packed matrices are immutable; a scratch belongs to one thread. */
+#pragma once
+
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "common/base/td_status.h"
+#include "common/kv/td_kv_layout.h"
+#include "common/model/td_gguf.h"
+
+#define TD_CPU_GROUP 32u /* weights that share a scale */
+#define TD_CPU_PANEL 8u  /* output rows of a panel: one vector lane each */
+#define TD_CPU_NIBBLE_BYTES                                                                        \
+    160                       /* a group of a panel: 128 nibble bytes, 8 f16 scales, 8 f16 minima */
+#define TD_CPU_BYTE_BYTES 272 /* a group of a panel: 256 weight bytes, 8 f16 scales */
+#define TD_CPU_TILE_TOKENS 32u   /* an attention tile; starts at multiples of itself */
+#define TD_CPU_TILE_ROWS 16u     /* rows of one sequence that share a tile */
+#define TD_CPU_GROUPS_CHUNK 48u  /* groups unpacked at once: 30 KB, two panels in L1 */
+#define TD_CPU_FLOATS_CHUNK 512u /* k of float panels converted at once: 32 KB */
+#define TD_CPU_BIG_ROWS 16u      /* from here on unpacking panels first pays */
+#define TD_CPU_INT8_MAX 127
+#define TD_CPU_INT16_MAX 32767
+
+/** How a matrix lies in memory, which also says what activations it multiplies. */
+typedef enum td_cpu_form {
+    TD_CPU_NIBBLE_A8 = 0, /* 4-bit weights, int8 activations */
+    TD_CPU_NIBBLE_A16,    /* 4-bit weights, int16 activations */
+    TD_CPU_BYTE_A16,      /* 8-bit weights, int16 activations */
+    TD_CPU_F32,           /* float weights and activations */
+    TD_CPU_F16,
+    TD_CPU_BF16
+} td_cpu_form_t;
+
+/** A weight matrix in panels of 8 output rows, outputs padded with zero rows to whole pairs of
+ * panels. Shape: [panel][group or k][8 rows], see DESIGN.md, "Weights". */
+typedef struct td_cpu_matrix {
+    td_cpu_form_t form;
+    uint32_t outputs; /* rows of the file's matrix */
+    uint32_t inputs;  /* K */
+    uint32_t panels;  /* even; panels * 8 >= outputs */
+    size_t panel_bytes;
+    uint8_t *bytes; /* owned, 64-byte aligned */
+} td_cpu_matrix_t;
+
+/** Activations of a pass in the forms its products ask for. Shape: [row][inputs], scales
+ * [row][inputs / 32]; a sum is the scale times the sum of the group's integers. */
+typedef struct td_cpu_acts {
+    float *f32;
+    int8_t *q8;
+    float *scale8;
+    float *sum8;
+    int16_t *q16;
+    float *scale16;
+    float *sum16;
+} td_cpu_acts_t;
+
+/** Working memory of one thread. */
+typedef struct td_cpu_scratch {
+    _Alignas(64) uint8_t panels8[TD_CPU_GROUPS_CHUNK * 8 * 2 * 32];
+    _Alignas(64) uint8_t panels16[TD_CPU_GROUPS_CHUNK * 16 * 2 * 32];
+    _Alignas(64) float panels32[TD_CPU_FLOATS_CHUNK * 16];
+    _Alignas(64) float scales[TD_CPU_GROUPS_CHUNK * 16];
+    _Alignas(64) float minima[TD_CPU_GROUPS_CHUNK * 16];
+    float *keys;    /* [TD_CPU_TILE_TOKENS][head_dim]; these six lie behind the struct */
+    float *values;  /* [TD_CPU_TILE_TOKENS][head_dim] */
+    float *queries; /* [TD_CPU_TILE_ROWS * group][head_dim], scaled */
+    float *outputs; /* as queries */
+    float *maxima;  /* [TD_CPU_TILE_ROWS * group] */
+    float *sums;    /* [TD_CPU_TILE_ROWS * group] */
+} td_cpu_scratch_t;
+
+/** One KV head's attention for up to TD_CPU_TILE_ROWS consecutive positions of a sequence. */
+typedef struct td_cpu_attention {
+    const uint8_t *pool;
+    const td_kv_layout_t *kv;
+    const uint32_t *blocks;
+    uint32_t layer;
+    uint32_t kv_head;
+    uint32_t position; /* of the first row */
+    uint32_t rows;
+    uint32_t group; /* query heads that share the KV head; adjacent in q and out */
+    float scale;    /* 1 / sqrt(head_dim) */
+    const float *q; /* [row][q_stride], at the first query head of the group */
+    float *out;     /* as q */
+    size_t q_stride;
+} td_cpu_attention_t;
+
+typedef struct td_cpu_ops {
+    const char *name;
+    /** y[row][output] = sum over k of w[output][k] * x[row][k], for panels [begin, end).
+     * begin is even; end is even. Integer forms: exact sums in groups of 32, then one fp32 FMA
+     * chain over ascending groups: acc = fma(sum, scale_w * scale_x, acc), then for 4-bit weights
+     * acc = fma(minimum_w, sum_x, acc). Float forms: acc = fma(w, x, acc) over ascending k. */
+    void (*product)(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows, float *y,
+                    uint32_t panel_begin, uint32_t panel_end, td_cpu_scratch_t *scratch);
+    /** out = x * (1 / sqrt(mean of squares + eps)) * weight. Eight FMA chains (i mod 8), added in
+     * ascending order. dim is a multiple of 8. */
+    void (*rms_norm)(const float *x, const float *weight, uint32_t dim, float eps, float *out);
+    /** Scales each group so that its largest magnitude becomes TD_CPU_INT8_MAX; ties to even.
+     * dim is a multiple of 32. */
+    void (*quantise8)(const float *x, uint32_t dim, int8_t *q, float *scale, float *sum);
+    /** The same to int16, with the largest magnitude becoming limit. */
+    void (*quantise16)(const float *x, uint32_t dim, int limit, int16_t *q, float *scale,
+                       float *sum);
+    /** x += y; n is a multiple of 8. */
+    void (*add)(float *x, const float *y, uint32_t n);
+    /** gate = gate / (1 + exp(-gate)) * up; n is a multiple of 8. */
+    void (*swiglu)(float *gate, const float *up, uint32_t n);
+    /** Turns pairs (2i, 2i + 1) of one head by an angle: x = fma(other, +-sin, x * cos).
+     * table: cos and sin of each pair, side by side. n is a multiple of 8. */
+    void (*rotate)(float *head, const float *table, uint32_t n);
+    /** Round to nearest even; n is a multiple of 8. dst may be unaligned. */
+    void (*to_f16)(const float *src, uint8_t *dst, uint32_t n);
+    /** Softmax attention, online over tiles of TD_CPU_TILE_TOKENS absolute positions; see
+     * DESIGN.md, "Attention". */
+    void (*attention)(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
+} td_cpu_ops_t;
+
+extern const td_cpu_ops_t td_cpu_portable_ops;
+#if defined(__x86_64__)
+extern const td_cpu_ops_t td_cpu_avx2_ops;
+#endif
+
+/** Packs a checked two-dimensional tensor.
+ * Units:  int8: 4-bit weights are laid out for int8 activations.
+ * Errors: TD_ERR_UNSUPPORTED (type, or K not a multiple of 32 for a quantised one, or a scale that
+ *         does not fit), TD_ERR_NO_MEMORY.
+ * Owner:  the caller ends it with td_cpu_matrix_fini(). */
+TD_MUST_CHECK td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8,
+                                      td_cpu_matrix_t *out);
+void td_cpu_matrix_fini(td_cpu_matrix_t *matrix);
+/** Dequantises one output row (an embedding). Shape: out [inputs] f32. */
+void td_cpu_unpack_row(const td_cpu_matrix_t *matrix, uint32_t row, float *out);
+
+static inline float td_cpu_float_from_bits(uint32_t bits)
+{
+    float value = 0;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+static inline uint32_t td_cpu_bits_from_float(float value)
+{
+    uint32_t bits = 0;
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+/** Exact. NaN becomes quiet, as the F16C instruction makes it. */
+static inline float td_cpu_f32_from_f16(uint16_t half)
+{
+    uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
+    uint32_t exponent = (half >> 10) & 31u;
+    uint32_t mantissa = half & 0x3ffu;
+
+    if (exponent == 31) {
+        uint32_t quiet = mantissa != 0 ? 0x400000u : 0;
+        return td_cpu_float_from_bits(sign | 0x7f800000u | quiet | mantissa << 13);
+    }
+    if (exponent == 0) { /* zero or subnormal: mantissa * 2^-24, exact */
+        float magnitude = (float)mantissa * 0x1p-24f;
+        return td_cpu_float_from_bits(sign | td_cpu_bits_from_float(magnitude));
+    }
+    return td_cpu_float_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+/** Round to nearest even; too large becomes infinite. */
+static inline uint16_t td_cpu_f16_from_f32(float value)
+{
+    uint32_t bits = td_cpu_bits_from_float(value);
+    uint32_t sign = bits >> 16 & 0x8000u;
+    uint32_t magnitude = bits & 0x7fffffffu;
+
+    if (magnitude > 0x7f800000u) { /* NaN: quiet, payload cut */
+        return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
+    }
+    if (magnitude >= 0x47800000u) { /* >= 65536 */
+        return (uint16_t)(sign | 0x7c00u);
+    }
+    if (magnitude < 0x38800000u) { /* below 2^-14: a multiple of 2^-24, rounded by the addition */
+        float rounded = td_cpu_float_from_bits(magnitude) + 0.5f;
+        return (uint16_t)(sign | (td_cpu_bits_from_float(rounded) - 0x3f000000u));
+    }
+    /* The carry of the rounding runs into the exponent, and to infinity at its end. */
+    magnitude += 0xfffu + (magnitude >> 13 & 1u);
+    return (uint16_t)(sign | (magnitude - 0x38000000u) >> 13);
+}
+
+static inline float td_cpu_f32_from_bf16(uint16_t bits)
+{
+    return td_cpu_float_from_bits((uint32_t)bits << 16);
+}
+
+static inline uint16_t td_cpu_load_u16(const uint8_t *bytes)
+{
+    uint16_t value = 0;
+    memcpy(&value, bytes, sizeof(value));
+    return value;
+}
+
+/** Address of a token's K or V of one head. Positions are absolute. */
+static inline const uint8_t *td_cpu_kv_at(const td_cpu_attention_t *job, bool is_v,
+                                          uint32_t position)
+{
+    const td_kv_layout_t *kv = job->kv;
+    size_t block = job->blocks[position / kv->block_tokens];
+    return job->pool + block * td_kv_block_bytes(kv) +
+           td_kv_offset(kv, job->layer, is_v, job->kv_head, position % kv->block_tokens);
+}
+
+/* Constants shared by the implementations, so that they cannot differ. */
+
+#define TD_CPU_MASKED_SCORE (-1e30f)
+/* A group whose largest magnitude is below counts as zero: its reciprocal would overflow. */
+#define TD_CPU_TINY 1e-30f
+
+/* exp(x) for x in [-87, 88]: 2^round(x log2 e) times a polynomial for the rest, Horner with FMA.
+ * Coefficients ln(2)^n / n!, highest first. */
+#define TD_CPU_EXP_MIN (-87.0f)
+#define TD_CPU_EXP_MAX 88.0f
+#define TD_CPU_LOG2_E 1.44269504f
+#define TD_CPU_EXP_C6 1.5403530e-4f
+#define TD_CPU_EXP_C5 1.3333558e-3f
+#define TD_CPU_EXP_C4 9.6181291e-3f
+#define TD_CPU_EXP_C3 5.5504109e-2f
+#define TD_CPU_EXP_C2 2.4022651e-1f
+#define TD_CPU_EXP_C1 6.9314718e-1f

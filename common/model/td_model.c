@@ -1,0 +1,337 @@
+#include "common/model/td_model.h"
+
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+#include "common/model/td_model_internal.h"
+
+/* One thread's view of a pass. Work on rows is dealt out by rows, products by pairs of panels,
+ * attention by (segment, KV head); each number is computed by one thread from its first to its
+ * last term, so how work is dealt out cannot change it. */
+typedef struct worker {
+    td_model_t *m;
+    uint32_t thread;
+    uint32_t threads;
+    uint32_t row_begin; /* this thread's rows: [row_begin, row_end) */
+    uint32_t row_end;
+} worker_t;
+
+static void sync_threads(const worker_t *w)
+{
+    td_threads_barrier(w->m->threads, w->thread);
+}
+
+static uint32_t share(uint32_t count, uint32_t part, uint32_t parts)
+{
+    return (uint32_t)((uint64_t)count * part / parts);
+}
+
+/* Makes rows [begin, end) of src ready as the input of these matrices. */
+static void quantise_rows(const td_model_t *m, const float *src, uint32_t dim, uint32_t begin,
+                          uint32_t end, const td_cpu_matrix_t *const *users, size_t user_count)
+{
+    const size_t groups = dim / TD_CPU_GROUP;
+    bool int8 = false;
+    bool int16 = false;
+
+    for (size_t i = 0; i < user_count; i++) {
+        int8 = int8 || users[i]->form == TD_CPU_NIBBLE_A8;
+        int16 = int16 || users[i]->form == TD_CPU_NIBBLE_A16 || users[i]->form == TD_CPU_BYTE_A16;
+    }
+    for (size_t row = begin; row < end; row++) {
+        if (int8) {
+            m->ops->quantise8(src + row * dim, dim, m->acts.q8 + row * dim,
+                              m->acts.scale8 + row * groups, m->acts.sum8 + row * groups);
+        }
+        if (int16) {
+            m->ops->quantise16(src + row * dim, dim, m->limit16, m->acts.q16 + row * dim,
+                               m->acts.scale16 + row * groups, m->acts.sum16 + row * groups);
+        }
+    }
+}
+
+/* This thread's outputs of y = matrix * src, for all rows. */
+static void product(const worker_t *w, const td_cpu_matrix_t *matrix, float *src, uint32_t rows,
+                    float *y)
+{
+    td_cpu_acts_t acts = w->m->acts;
+    uint32_t pairs = matrix->panels / 2;
+
+    acts.f32 = src;
+    w->m->ops->product(matrix, &acts, rows, y, share(pairs, w->thread, w->threads) * 2,
+                       share(pairs, w->thread + 1, w->threads) * 2, w->m->scratch[w->thread]);
+}
+
+static void embed_rows(const worker_t *w)
+{
+    td_model_t *m = w->m;
+    for (size_t row = w->row_begin; row < w->row_end; row++) {
+        td_cpu_unpack_row(&m->embed, m->pass.rows[row].token, m->x + row * m->info.embed_dim);
+    }
+}
+
+static void norm_rows(const worker_t *w, const float *weight)
+{
+    td_model_t *m = w->m;
+    const uint32_t dim = m->info.embed_dim;
+    for (size_t row = w->row_begin; row < w->row_end; row++) {
+        m->ops->rms_norm(m->x + row * dim, weight, dim, m->norm_eps, m->normed + row * dim);
+    }
+}
+
+static void add_rows(const worker_t *w)
+{
+    td_model_t *m = w->m;
+    const uint32_t dim = m->info.embed_dim;
+    for (size_t row = w->row_begin; row < w->row_end; row++) {
+        m->ops->add(m->x + row * dim, m->y + row * dim, dim);
+    }
+}
+
+/* Turns q and k of a row to its position and writes k and v into its block. */
+static void place_row(td_model_t *m, size_t row, uint32_t layer)
+{
+    const td_kv_layout_t *kv = &m->info.kv;
+    const td_model_row_t *r = &m->pass.rows[row];
+    const float *table = m->rope + (size_t)r->position * m->rope_dim;
+    float *q = m->q + row * m->q_dim;
+    float *k = m->k + row * m->kv_dim;
+    const float *v = m->v + row * m->kv_dim;
+    const uint32_t token = r->position % kv->block_tokens;
+    uint8_t *block =
+        m->pass.pool + (size_t)r->blocks[r->position / kv->block_tokens] * td_kv_block_bytes(kv);
+
+    for (uint32_t h = 0; h < m->info.heads; h++) {
+        m->ops->rotate(q + h * kv->head_dim, table, m->rope_dim);
+    }
+    for (uint32_t h = 0; h < kv->kv_heads; h++) {
+        m->ops->rotate(k + h * kv->head_dim, table, m->rope_dim);
+        m->ops->to_f16(k + h * kv->head_dim, block + td_kv_offset(kv, layer, false, h, token),
+                       kv->head_dim);
+        m->ops->to_f16(v + h * kv->head_dim, block + td_kv_offset(kv, layer, true, h, token),
+                       kv->head_dim);
+    }
+}
+
+static void attend(const worker_t *w, uint32_t layer)
+{
+    td_model_t *m = w->m;
+    const td_kv_layout_t *kv = &m->info.kv;
+    const uint32_t group = m->info.heads / kv->kv_heads;
+    const uint32_t items = m->pass.segment_count * kv->kv_heads;
+
+    for (;;) {
+        uint32_t taken =
+            atomic_fetch_add_explicit(&m->next_item[layer % 2], 1, memory_order_relaxed);
+        if (taken >= items) {
+            return;
+        }
+        uint32_t item = items - 1 - taken; /* a chunk's last rows see most: longest first */
+        const td_model_segment_t *segment = &m->segments[item / kv->kv_heads];
+        const td_model_row_t *first = &m->pass.rows[segment->row];
+        uint32_t kv_head = item % kv->kv_heads;
+        size_t at = (size_t)segment->row * m->q_dim + (size_t)kv_head * group * kv->head_dim;
+        td_cpu_attention_t job = {
+            .pool = m->pass.pool,
+            .kv = kv,
+            .blocks = first->blocks,
+            .layer = layer,
+            .kv_head = kv_head,
+            .position = first->position,
+            .rows = segment->rows,
+            .group = group,
+            .scale = m->attn_scale,
+            .q = m->q + at,
+            .out = m->attn + at,
+            .q_stride = m->q_dim,
+        };
+        m->ops->attention(&job, m->scratch[w->thread]);
+    }
+}
+
+/* Thread 0, after the barrier behind the KV writes of a layer. */
+static void report_layer(const td_model_t *m, uint32_t layer)
+{
+    const td_model_pass_t *p = &m->pass;
+    uint32_t end = layer + 1;
+    uint32_t step = p->layers_step == 0 ? m->info.kv.layers : p->layers_step;
+
+    if (p->on_layers != NULL && (end % step == 0 || end == m->info.kv.layers)) {
+        p->on_layers(p->ctx, layer / step * step, end);
+    }
+}
+
+static void attention_block(const worker_t *w, uint32_t layer)
+{
+    td_model_t *m = w->m;
+    td_model_layer_t *l = &m->layers[layer];
+    const uint32_t rows = m->pass.row_count;
+    const td_cpu_matrix_t *const qkv[] = {&l->q, &l->k, &l->v};
+    const td_cpu_matrix_t *const o[] = {&l->o};
+
+    norm_rows(w, l->attn_norm);
+    quantise_rows(m, m->normed, m->info.embed_dim, w->row_begin, w->row_end, qkv, 3);
+    sync_threads(w);
+    product(w, &l->q, m->normed, rows, m->q);
+    product(w, &l->k, m->normed, rows, m->k);
+    product(w, &l->v, m->normed, rows, m->v);
+    sync_threads(w);
+    for (size_t row = w->row_begin; row < w->row_end; row++) {
+        place_row(m, row, layer);
+    }
+    if (w->thread == 0) {
+        atomic_store_explicit(&m->next_item[(layer + 1) % 2], 0, memory_order_relaxed);
+    }
+    sync_threads(w);
+    if (w->thread == 0) {
+        report_layer(m, layer);
+    }
+    attend(w, layer);
+    sync_threads(w);
+    quantise_rows(m, m->attn, m->q_dim, w->row_begin, w->row_end, o, 1);
+    sync_threads(w);
+    product(w, &l->o, m->attn, rows, m->y);
+    sync_threads(w);
+    add_rows(w);
+}
+
+static void feed_forward_block(const worker_t *w, uint32_t layer)
+{
+    td_model_t *m = w->m;
+    td_model_layer_t *l = &m->layers[layer];
+    const uint32_t rows = m->pass.row_count;
+    const uint32_t ff = m->info.ff_dim;
+    const td_cpu_matrix_t *const gate_up[] = {&l->gate, &l->up};
+    const td_cpu_matrix_t *const down[] = {&l->down};
+
+    norm_rows(w, l->ffn_norm);
+    quantise_rows(m, m->normed, m->info.embed_dim, w->row_begin, w->row_end, gate_up, 2);
+    sync_threads(w);
+    product(w, &l->gate, m->normed, rows, m->gate);
+    product(w, &l->up, m->normed, rows, m->up);
+    sync_threads(w);
+    for (size_t row = w->row_begin; row < w->row_end; row++) {
+        m->ops->swiglu(m->gate + row * ff, m->up + row * ff, ff);
+    }
+    quantise_rows(m, m->gate, ff, w->row_begin, w->row_end, down, 1);
+    sync_threads(w);
+    product(w, &l->down, m->gate, rows, m->y);
+    sync_threads(w);
+    add_rows(w);
+}
+
+/* The rows that want logits move to the front of `normed`. */
+static void output_head(const worker_t *w)
+{
+    td_model_t *m = w->m;
+    const uint32_t dim = m->info.embed_dim;
+    const uint32_t count = m->pass.logit_count;
+    const uint32_t begin = share(count, w->thread, w->threads);
+    const uint32_t end = share(count, w->thread + 1, w->threads);
+    const td_cpu_matrix_t *const head[] = {m->head};
+
+    for (size_t i = begin; i < end; i++) {
+        m->ops->rms_norm(m->x + (size_t)m->logit_rows[i] * dim, m->output_norm, dim, m->norm_eps,
+                         m->normed + i * dim);
+    }
+    quantise_rows(m, m->normed, dim, begin, end, head, 1);
+    sync_threads(w);
+    product(w, m->head, m->normed, count, m->logits);
+}
+
+static void forward_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count)
+{
+    td_model_t *m = ctx;
+    const worker_t w = {
+        .m = m,
+        .thread = thread_idx,
+        .threads = thread_count,
+        .row_begin = share(m->pass.row_count, thread_idx, thread_count),
+        .row_end = share(m->pass.row_count, thread_idx + 1, thread_count),
+    };
+
+    embed_rows(&w);
+    for (uint32_t layer = 0; layer < m->info.kv.layers; layer++) {
+        attention_block(&w, layer);
+        feed_forward_block(&w, layer);
+    }
+    if (m->pass.logit_count > 0) {
+        sync_threads(&w); /* x is complete */
+        output_head(&w);
+    }
+}
+
+static td_status_t check_rows(const td_model_t *m, const td_model_row_t *rows, uint32_t row_count)
+{
+    uint32_t wanted = 0;
+
+    if (row_count == 0 || row_count > m->options.rows_max) {
+        TD_LOG_ERROR("pass has a bad number of rows", "rows=%u rows_max=%u", row_count,
+                     m->options.rows_max);
+        return TD_ERR_INVALID;
+    }
+    for (uint32_t i = 0; i < row_count; i++) {
+        const td_model_row_t *r = &rows[i];
+        bool ascending =
+            i == 0 || r->blocks != rows[i - 1].blocks || r->position > rows[i - 1].position;
+        if (r->token >= m->info.vocab_size || r->position >= m->info.context_max ||
+            r->blocks == NULL || !ascending) {
+            TD_LOG_ERROR("row out of range",
+                         "row=%u token_in_vocab=%d position=%u context=%u blocks=%d ascending=%d",
+                         i, r->token < m->info.vocab_size, r->position, m->info.context_max,
+                         r->blocks != NULL, ascending);
+            return TD_ERR_INVALID;
+        }
+        wanted += r->want_logits ? 1 : 0;
+    }
+    if (wanted > m->options.logit_rows_max) {
+        TD_LOG_ERROR("pass wants too many logits", "rows=%u logit_rows_max=%u", wanted,
+                     m->options.logit_rows_max);
+        return TD_ERR_INVALID;
+    }
+    return TD_OK;
+}
+
+/* Cuts rows into runs of consecutive positions of a sequence. Where a run is cut changes speed
+ * only: a row's attention depends on absolute tiles. */
+static void plan_pass(td_model_t *m)
+{
+    td_model_pass_t *p = &m->pass;
+    td_model_segment_t *segment = NULL;
+
+    p->segment_count = 0;
+    p->logit_count = 0;
+    for (uint32_t i = 0; i < p->row_count; i++) {
+        const td_model_row_t *r = &p->rows[i];
+        if (segment != NULL && segment->rows < TD_CPU_TILE_ROWS &&
+            r->blocks == p->rows[i - 1].blocks && r->position == p->rows[i - 1].position + 1) {
+            segment->rows++;
+        } else {
+            segment = &m->segments[p->segment_count++];
+            *segment = (td_model_segment_t){.row = i, .rows = 1};
+        }
+        if (r->want_logits) {
+            m->logit_rows[p->logit_count++] = i;
+        }
+    }
+}
+
+td_status_t td_model_forward(td_model_t *model, uint8_t *pool_bytes, const td_model_row_t *rows,
+                             uint32_t row_count, uint32_t layers_step, td_model_layers_fn on_layers,
+                             void *ctx, const float **logits_out)
+{
+    TD_ASSERT(model != NULL && pool_bytes != NULL && rows != NULL && logits_out != NULL);
+    TD_TRY(check_rows(model, rows, row_count));
+    model->pass = (td_model_pass_t){
+        .pool = pool_bytes,
+        .rows = rows,
+        .row_count = row_count,
+        .layers_step = layers_step,
+        .on_layers = on_layers,
+        .ctx = ctx,
+    };
+    plan_pass(model);
+    atomic_store_explicit(&model->next_item[0], 0, memory_order_relaxed);
+    td_threads_run(model->threads, forward_thread, model);
+    *logits_out = model->logits;
+    return TD_OK;
+}

@@ -1,0 +1,80 @@
+/* td_model_internal.h - what loading and the forward pass share.
+ * Threads: owner; inside a pass the workers write disjoint parts of the buffers. */
+#pragma once
+
+#include <stdatomic.h>
+
+#include "common/model/cpu/td_cpu_ops.h"
+#include "common/model/td_model.h"
+#include "common/model/td_threads.h"
+
+typedef struct td_model_layer {
+    td_cpu_matrix_t q;    /* [heads * head_dim][embed_dim] */
+    td_cpu_matrix_t k;    /* [kv_heads * head_dim][embed_dim] */
+    td_cpu_matrix_t v;    /* as k */
+    td_cpu_matrix_t o;    /* [embed_dim][heads * head_dim] */
+    td_cpu_matrix_t gate; /* [ff_dim][embed_dim] */
+    td_cpu_matrix_t up;   /* as gate */
+    td_cpu_matrix_t down; /* [embed_dim][ff_dim] */
+    float *attn_norm;     /* owned; [embed_dim] */
+    float *ffn_norm;      /* owned; [embed_dim] */
+} td_model_layer_t;
+
+/** Consecutive positions of one sequence, at most TD_CPU_TILE_ROWS rows. */
+typedef struct td_model_segment {
+    uint32_t row;
+    uint32_t rows;
+} td_model_segment_t;
+
+/** One pass; written by td_model_forward() before the workers start. */
+typedef struct td_model_pass {
+    uint8_t *pool;              /* borrowed */
+    const td_model_row_t *rows; /* borrowed */
+    uint32_t row_count;
+    uint32_t segment_count;
+    uint32_t logit_count;
+    uint32_t layers_step;
+    td_model_layers_fn on_layers;
+    void *ctx;
+} td_model_pass_t;
+
+struct td_model {
+    td_model_info_t info;
+    td_model_options_t options;
+    const td_cpu_ops_t *ops;
+    td_threads_t *threads; /* owned */
+
+    /* weights, immutable after loading */
+    td_cpu_matrix_t embed;       /* [vocab_size][embed_dim] */
+    td_cpu_matrix_t head_own;    /* as embed; empty when the output head is tied to it */
+    const td_cpu_matrix_t *head; /* embed or head_own */
+    td_model_layer_t *layers;    /* owned; [kv.layers] */
+    float *output_norm;          /* owned; [embed_dim] */
+    float *rope;                 /* owned; [context_max][rope_dim / 2][cos, sin] */
+    uint32_t rope_dim;           /* elements of a head that turn; the rest stay */
+    uint32_t q_dim;              /* heads * head_dim */
+    uint32_t kv_dim;             /* kv_heads * head_dim */
+    float norm_eps;
+    float attn_scale; /* 1 / sqrt(head_dim) */
+    int limit16;      /* largest int16 activation */
+
+    /* buffers of a pass, owned; rows are options.rows_max */
+    float *x;                     /* [row][embed_dim]: the residual stream */
+    float *normed;                /* [row][embed_dim] */
+    float *y;                     /* [row][embed_dim]: what a block adds to x */
+    float *q;                     /* [row][q_dim] */
+    float *k;                     /* [row][kv_dim] */
+    float *v;                     /* [row][kv_dim] */
+    float *attn;                  /* [row][q_dim] */
+    float *gate;                  /* [row][ff_dim] */
+    float *up;                    /* [row][ff_dim] */
+    float *logits;                /* [logit row][vocab_size] */
+    td_cpu_acts_t acts;           /* quantised forms; [row][widest input], f32 unused */
+    td_cpu_scratch_t **scratch;   /* owned; [threads] */
+    td_model_segment_t *segments; /* [row] */
+    uint32_t *logit_rows;         /* [logit row]: its row */
+    td_model_pass_t pass;
+    /* Next attention item; layers take turns so that one can be reset while nobody reads it.
+     * Relaxed: the barriers order everything, the counter only deals out numbers. */
+    atomic_uint next_item[2];
+};

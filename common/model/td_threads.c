@@ -1,0 +1,182 @@
+#include "common/model/td_threads.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+
+/* About 50-100 us: longer than the gap between two steps of a pass, short enough that a machine
+ * with more runnable threads than cores gives the core away. */
+#define THREADS_SPINS 3000u
+
+/* A number that only grows (modulo 2^32) and that threads can wait on. */
+typedef struct gate {
+    _Alignas(TD_CACHE_LINE_BYTES) atomic_uint value;
+    _Alignas(TD_CACHE_LINE_BYTES) atomic_uint sleepers;
+} gate_t;
+
+typedef struct worker {
+    td_threads_t *threads; /* borrowed: the pool outlives its workers */
+    pthread_t thread;
+    uint32_t idx;
+} worker_t;
+
+struct td_threads {
+    gate_t start;                                      /* one step for each run, and one to end */
+    gate_t barrier;                                    /* one step for each completed barrier */
+    _Alignas(TD_CACHE_LINE_BYTES) atomic_uint arrived; /* at the current barrier */
+    uint32_t count;
+    uint32_t started;  /* workers that exist, without thread 0 */
+    bool stop;         /* written before a step of start, read after it */
+    td_threads_fn fn;  /* as stop */
+    void *ctx;         /* as stop */
+    worker_t *workers; /* owned; [count - 1] */
+};
+
+static void cpu_relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Returns when the value has left `seen`. The acquire pairs with the release half of
+ * gate_step(): what the stepping thread wrote before is visible after. */
+static void gate_wait(gate_t *gate, uint32_t seen)
+{
+    for (uint32_t i = 0; i < THREADS_SPINS; i++) {
+        if (atomic_load_explicit(&gate->value, memory_order_acquire) != seen) {
+            return;
+        }
+        cpu_relax();
+    }
+    /* Sequentially consistent with gate_step(): either the stepper sees this sleeper, or the
+     * sleeper sees the new value (here or in the kernel's comparison). */
+    (void)atomic_fetch_add(&gate->sleepers, 1);
+    while (atomic_load(&gate->value) == seen) {
+        (void)syscall(SYS_futex, &gate->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    }
+    (void)atomic_fetch_sub(&gate->sleepers, 1);
+}
+
+static void gate_step(gate_t *gate)
+{
+    (void)atomic_fetch_add(&gate->value, 1);
+    if (atomic_load(&gate->sleepers) != 0) {
+        (void)syscall(SYS_futex, &gate->value, FUTEX_WAKE_PRIVATE, TD_THREADS_MAX, NULL, NULL, 0);
+    }
+}
+
+void td_threads_barrier(td_threads_t *threads, uint32_t thread_idx)
+{
+    uint32_t seen = 0;
+
+    TD_ASSERT(thread_idx < threads->count);
+    if (threads->count == 1) {
+        return;
+    }
+    /* Relaxed: the value cannot move before this thread has arrived. */
+    seen = atomic_load_explicit(&threads->barrier.value, memory_order_relaxed);
+    /* Acquire and release: the last to arrive has seen everyone's writes before it opens. */
+    if (atomic_fetch_add_explicit(&threads->arrived, 1, memory_order_acq_rel) + 1 ==
+        threads->count) {
+        atomic_store_explicit(&threads->arrived, 0, memory_order_relaxed);
+        gate_step(&threads->barrier);
+        return;
+    }
+    gate_wait(&threads->barrier, seen);
+}
+
+static void *worker_main(void *arg)
+{
+    const worker_t *self = arg;
+    td_threads_t *threads = self->threads;
+
+    for (uint32_t seen = 0;; seen++) {
+        gate_wait(&threads->start, seen);
+        if (threads->stop) {
+            return NULL;
+        }
+        threads->fn(threads->ctx, self->idx, threads->count);
+        td_threads_barrier(threads, self->idx);
+    }
+}
+
+void td_threads_run(td_threads_t *threads, td_threads_fn fn, void *ctx)
+{
+    threads->fn = fn;
+    threads->ctx = ctx;
+    if (threads->count > 1) {
+        gate_step(&threads->start);
+    }
+    fn(ctx, 0, threads->count);
+    td_threads_barrier(threads, 0);
+}
+
+uint32_t td_threads_count(const td_threads_t *threads)
+{
+    return threads->count;
+}
+
+void td_threads_destroy(td_threads_t *threads)
+{
+    if (threads == NULL) {
+        return;
+    }
+    threads->stop = true;
+    gate_step(&threads->start);
+    for (uint32_t i = 0; i < threads->started; i++) {
+        if (pthread_join(threads->workers[i].thread, NULL) != 0) {
+            TD_LOG_WARN("worker thread not joined", "thread=%u", i + 1);
+        }
+    }
+    td_free(threads->workers);
+    td_free(threads);
+}
+
+td_status_t td_threads_create(uint32_t count, td_threads_t **out)
+{
+    td_status_t status = TD_ERR_NO_MEMORY;
+    td_threads_t *threads = NULL;
+
+    TD_ASSERT(out != NULL);
+    if (count == 0 || count > TD_THREADS_MAX) {
+        TD_LOG_ERROR("thread count out of range", "threads=%u max=%u", count, TD_THREADS_MAX);
+        return TD_ERR_INVALID;
+    }
+    threads = td_alloc_aligned(TD_CACHE_LINE_BYTES, sizeof(*threads));
+    if (threads == NULL) {
+        goto err;
+    }
+    *threads = (td_threads_t){.count = count};
+    threads->workers = td_calloc(count, sizeof(*threads->workers));
+    if (threads->workers == NULL) {
+        goto err_destroy;
+    }
+    for (uint32_t i = 0; i + 1 < count; i++) {
+        worker_t *worker = &threads->workers[i];
+        worker->threads = threads;
+        worker->idx = i + 1;
+        if (pthread_create(&worker->thread, NULL, worker_main, worker) != 0) {
+            status = TD_ERR_BUSY;
+            goto err_destroy;
+        }
+        threads->started++;
+    }
+    *out = threads;
+    return TD_OK;
+
+err_destroy:
+    td_threads_destroy(threads);
+err:
+    TD_LOG_ERROR("thread pool not created", "status=%s threads=%u", td_status_name(status), count);
+    return status;
+}

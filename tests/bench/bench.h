@@ -1,0 +1,38 @@
+/* bench.h - what the subcommands of tandem-bench share.
+ * Threads: owner. */
+#pragma once
+
+#include <stdint.h>
+
+#include "common/model/td_model.h"
+
+#define BENCH_EXIT_OK 0
+#define BENCH_EXIT_FAILED 1 /* the run went wrong */
+#define BENCH_EXIT_USAGE 2  /* the input was wrong */
+
+/** Subcommands: arguments from their own name on; they answer the exit code. */
+int bench_eval(int argc, char **argv);
+int bench_model(int argc, char **argv);
+
+/** Says "tandem-bench: ..." on standard error. Answers BENCH_EXIT_USAGE. */
+int bench_usage_error(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+/** Parses a whole decimal number in [min, max]; false after saying what is wrong. */
+bool bench_parse_u32(const char *option, const char *text, uint32_t min, uint32_t max,
+                     uint32_t *out);
+/** "auto", "portable" or "avx2"; false after saying what is wrong. */
+bool bench_parse_isa(const char *text, td_isa_t *out);
+bool bench_parse_precision(const char *text, td_precision_t *out);
+
+/** A model with a KV pool of its own, its blocks in order. */
+typedef struct bench_model_run {
+    td_model_t *model;
+    uint8_t *pool;    /* zeroed; blocks td_kv_block_bytes() apart */
+    uint32_t *blocks; /* [block_count]: 0, 1, 2... */
+    uint32_t block_count;
+} bench_model_run_t;
+
+/** Opens and loads; sequences of context_max tokens fit `sequences` times into the pool.
+ * Answers an exit code; what went wrong has been said. */
+int bench_model_open(const char *path, const td_model_options_t *options, uint32_t sequences,
+                     uint32_t sequence_tokens, bench_model_run_t *run);
+void bench_model_close(bench_model_run_t *run);

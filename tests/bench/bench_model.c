@@ -1,0 +1,287 @@
+/* tandem-bench model - speed of the forward pass: prefill, decode batches, verification. */
+#include <getopt.h>
+#include <jansson.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "tests/bench/bench.h"
+
+#define MODEL_CHUNK 512u
+#define MODEL_PREFILL_MAX 2048u
+#define MODEL_DECODE_CONTEXT 128u
+#define MODEL_VERIFY_CONTEXT 256u
+#define MODEL_SEQUENCES 16u
+#define DECODE_STEPS 8u /* timed as one sample: a step alone is a few ms */
+
+typedef struct model_options {
+    const char *model;
+    uint32_t threads;
+    uint32_t repeat;
+    td_precision_t precision;
+    bool json;
+} model_options_t;
+
+typedef struct model_bench {
+    model_options_t options;
+    bench_model_run_t run;
+    uint32_t sequence_blocks; /* blocks of one sequence in run.blocks */
+    td_model_row_t rows[MODEL_CHUNK];
+    json_t *figures; /* in the order they are measured */
+} model_bench_t;
+
+static void print_help(void)
+{
+    (void)puts(
+        "Usage: tandem-bench model --model FILE [options]\n"
+        "\n"
+        "Measures one model: loading, prefill of 128 to 2048 tokens in chunks of 512, decode\n"
+        "steps of 1 to 16 sequences at 128 tokens, passes of 1 to 8 rows of one sequence at\n"
+        "256 tokens. Each figure is the best of the repeats.\n"
+        "\n"
+        "Options:\n"
+        "  --model FILE      GGUF file (required)\n"
+        "  --threads N       default 2\n"
+        "  --precision P     fast, mixed (default) or exact\n"
+        "  --repeat N        default 5\n"
+        "  --json            one JSON object instead of a table\n"
+        "  --help            this text");
+}
+
+static void add_figure(model_bench_t *b, const char *key, double value)
+{
+    (void)json_object_set_new(b->figures, key, json_real(value));
+    (void)fprintf(stderr, "tandem-bench: %s %.2f\n", key, value);
+}
+
+/* Any text does: the time does not depend on what the tokens are. */
+static uint32_t some_token(const model_bench_t *b, uint32_t i)
+{
+    return (i * 7919u + 17u) % td_model_info(b->run.model)->vocab_size;
+}
+
+static bool pass(model_bench_t *b, uint32_t rows)
+{
+    const float *logits = NULL;
+    return td_model_forward(b->run.model, b->run.pool, b->rows, rows, 0, NULL, NULL, &logits) ==
+           TD_OK;
+}
+
+static bool prefill(model_bench_t *b, uint32_t sequence, uint32_t tokens)
+{
+    for (uint32_t at = 0; at < tokens; at += MODEL_CHUNK) {
+        uint32_t count = TD_MIN(MODEL_CHUNK, tokens - at);
+        for (uint32_t i = 0; i < count; i++) {
+            b->rows[i] = (td_model_row_t){.token = some_token(b, at + i + sequence),
+                                          .position = at + i,
+                                          .blocks = b->run.blocks + sequence * b->sequence_blocks,
+                                          .want_logits = at + i + 1 == tokens};
+        }
+        if (!pass(b, count)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool measure_prefill(model_bench_t *b)
+{
+    static const uint32_t sizes[] = {128, 512, MODEL_PREFILL_MAX};
+    for (size_t s = 0; s < TD_ARRAY_LEN(sizes); s++) {
+        char key[64];
+        uint64_t best_ns = UINT64_MAX;
+        if (sizes[s] > td_model_info(b->run.model)->context_max) {
+            continue;
+        }
+        for (uint32_t r = 0; r < b->options.repeat; r++) {
+            uint64_t begin_ns = td_now_ns();
+            if (!prefill(b, 0, sizes[s])) {
+                return false;
+            }
+            best_ns = TD_MIN(best_ns, td_now_ns() - begin_ns);
+        }
+        (void)snprintf(key, sizeof(key), "prefill_%u_tok_s", sizes[s]);
+        add_figure(b, key, sizes[s] * (double)TD_NS_PER_S / (double)best_ns);
+    }
+    return true;
+}
+
+/* Fills row i of a pass with a row at this position of a sequence. */
+static void set_row(model_bench_t *b, uint32_t i, uint32_t sequence, uint32_t position)
+{
+    b->rows[i] = (td_model_row_t){.token = some_token(b, position + sequence),
+                                  .position = position,
+                                  .blocks = b->run.blocks + sequence * b->sequence_blocks,
+                                  .want_logits = true};
+}
+
+static bool measure_decode(model_bench_t *b)
+{
+    static const uint32_t batches[] = {1, 2, 4, 8, MODEL_SEQUENCES};
+
+    for (uint32_t sequence = 0; sequence < MODEL_SEQUENCES; sequence++) {
+        if (!prefill(b, sequence, MODEL_DECODE_CONTEXT)) {
+            return false;
+        }
+    }
+    for (size_t s = 0; s < TD_ARRAY_LEN(batches); s++) {
+        char key[64];
+        uint64_t best_ns = UINT64_MAX;
+        for (uint32_t r = 0; r < b->options.repeat; r++) {
+            uint64_t begin_ns = td_now_ns();
+            for (uint32_t step = 0; step < DECODE_STEPS; step++) {
+                for (uint32_t i = 0; i < batches[s]; i++) {
+                    set_row(b, i, i, MODEL_DECODE_CONTEXT + step);
+                }
+                if (!pass(b, batches[s])) {
+                    return false;
+                }
+            }
+            best_ns = TD_MIN(best_ns, td_now_ns() - begin_ns);
+        }
+        (void)snprintf(key, sizeof(key), "decode_b%u_tok_s", batches[s]);
+        add_figure(b, key, batches[s] * DECODE_STEPS * (double)TD_NS_PER_S / (double)best_ns);
+    }
+    return true;
+}
+
+static bool measure_verify(model_bench_t *b)
+{
+    static const uint32_t sizes[] = {1, 2, 4, 6, 8};
+
+    if (!prefill(b, 0, MODEL_VERIFY_CONTEXT)) {
+        return false;
+    }
+    for (size_t s = 0; s < TD_ARRAY_LEN(sizes); s++) {
+        char key[64];
+        uint64_t best_ns = UINT64_MAX;
+        for (uint32_t r = 0; r < b->options.repeat; r++) {
+            uint64_t begin_ns = td_now_ns();
+            for (uint32_t step = 0; step < DECODE_STEPS; step++) {
+                for (uint32_t i = 0; i < sizes[s]; i++) {
+                    set_row(b, i, 0, MODEL_VERIFY_CONTEXT + i);
+                }
+                if (!pass(b, sizes[s])) {
+                    return false;
+                }
+            }
+            best_ns = TD_MIN(best_ns, td_now_ns() - begin_ns);
+        }
+        (void)snprintf(key, sizeof(key), "verify_%u_ms", sizes[s]);
+        add_figure(b, key, (double)best_ns / DECODE_STEPS / (double)TD_NS_PER_MS);
+    }
+    return true;
+}
+
+static double resident_mb(void)
+{
+    unsigned long pages_total = 0;
+    unsigned long pages = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+
+    if (file == NULL || fscanf(file, "%lu %lu", &pages_total, &pages) != 2) {
+        pages = 0;
+    }
+    if (file != NULL) {
+        (void)fclose(file);
+    }
+    return (double)pages * 4096 / 1e6;
+}
+
+static void print_figures(const model_bench_t *b)
+{
+    const char *key = NULL;
+    json_t *value = NULL;
+
+    if (b->options.json) {
+        (void)json_dumpf(b->figures, stdout, JSON_COMPACT | JSON_REAL_PRECISION(6));
+        (void)putchar('\n');
+        return;
+    }
+    json_object_foreach(b->figures, key, value)
+    {
+        (void)printf("%-22s %12.2f\n", key, json_real_value(value));
+    }
+}
+
+static int parse_options(int argc, char **argv, model_options_t *o)
+{
+    static const struct option longs[] = {{"model", required_argument, NULL, 'm'},
+                                          {"threads", required_argument, NULL, 't'},
+                                          {"precision", required_argument, NULL, 'p'},
+                                          {"repeat", required_argument, NULL, 'r'},
+                                          {"json", no_argument, NULL, 'j'},
+                                          {"help", no_argument, NULL, 'h'},
+                                          {NULL, 0, NULL, 0}};
+    int opt = 0;
+
+    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
+        bool ok = true;
+        switch (opt) {
+        case 'm':
+            o->model = optarg;
+            break;
+        case 't':
+            ok = bench_parse_u32("--threads", optarg, 1, 256, &o->threads);
+            break;
+        case 'p':
+            ok = bench_parse_precision(optarg, &o->precision);
+            break;
+        case 'r':
+            ok = bench_parse_u32("--repeat", optarg, 1, 1000, &o->repeat);
+            break;
+        case 'j':
+            o->json = true;
+            break;
+        case 'h':
+            print_help();
+            return -1;
+        default:
+            ok = false;
+            break;
+        }
+        if (!ok) {
+            return BENCH_EXIT_USAGE;
+        }
+    }
+    if (optind != argc || o->model == NULL) {
+        return bench_usage_error("model needs --model FILE and nothing but options (see --help)");
+    }
+    return BENCH_EXIT_OK;
+}
+
+int bench_model(int argc, char **argv)
+{
+    static model_bench_t b = {
+        .options = {.threads = 2, .repeat = 5, .precision = TD_PRECISION_MIXED}};
+    td_model_options_t options = {0};
+    uint64_t begin_ns = 0;
+    bool ok = false;
+    int rc = parse_options(argc, argv, &b.options);
+
+    if (rc != BENCH_EXIT_OK) {
+        return rc < 0 ? BENCH_EXIT_OK : rc;
+    }
+    options = (td_model_options_t){.precision = b.options.precision,
+                                   .threads = b.options.threads,
+                                   .rows_max = MODEL_CHUNK,
+                                   .logit_rows_max = MODEL_SEQUENCES,
+                                   .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT};
+    begin_ns = td_now_ns();
+    rc = bench_model_open(b.options.model, &options, MODEL_SEQUENCES, MODEL_PREFILL_MAX, &b.run);
+    if (rc != BENCH_EXIT_OK) {
+        return rc;
+    }
+    b.sequence_blocks = b.run.block_count / MODEL_SEQUENCES;
+    b.figures = json_object();
+    add_figure(&b, "load_ms", (double)(td_now_ns() - begin_ns) / (double)TD_NS_PER_MS);
+    add_figure(&b, "rss_mb", resident_mb());
+    ok = measure_prefill(&b) && measure_decode(&b) && measure_verify(&b);
+    if (ok) {
+        print_figures(&b);
+    }
+    json_decref(b.figures);
+    bench_model_close(&b.run);
+    return ok ? BENCH_EXIT_OK : BENCH_EXIT_FAILED;
+}

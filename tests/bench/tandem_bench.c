@@ -1,0 +1,142 @@
+/* tandem-bench - every figure of the project, as a table or as JSON. */
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+#include "tests/bench/bench.h"
+
+static const struct {
+    const char *name;
+    int (*run)(int argc, char **argv);
+    const char *summary;
+} commands[] = {
+    {"eval", bench_eval, "score and continue texts with a model (JSON lines in and out)"},
+    {"model", bench_model, "speed of the forward pass"},
+};
+
+int bench_usage_error(const char *fmt, ...)
+{
+    va_list args;
+    (void)fputs("tandem-bench: ", stderr);
+    va_start(args, fmt);
+    (void)vfprintf(stderr, fmt, args);
+    va_end(args);
+    (void)fputc('\n', stderr);
+    return BENCH_EXIT_USAGE;
+}
+
+bool bench_parse_u32(const char *option, const char *text, uint32_t min, uint32_t max,
+                     uint32_t *out)
+{
+    char *end = NULL;
+    unsigned long value = 0;
+
+    errno = 0;
+    value = strtoul(text, &end, 10);
+    if (errno != 0 || end == text || *end != '\0' || text[0] == '-' || value < min || value > max) {
+        (void)bench_usage_error("%s wants a number from %u to %u, not \"%s\"", option, min, max,
+                                text);
+        return false;
+    }
+    *out = (uint32_t)value;
+    return true;
+}
+
+bool bench_parse_isa(const char *text, td_isa_t *out)
+{
+    static const char *const names[] = {"auto", "portable", "avx2"};
+    for (size_t i = 0; i < TD_ARRAY_LEN(names); i++) {
+        if (strcmp(text, names[i]) == 0) {
+            *out = (td_isa_t)i;
+            return true;
+        }
+    }
+    (void)bench_usage_error("--isa wants auto, portable or avx2, not \"%s\"", text);
+    return false;
+}
+
+bool bench_parse_precision(const char *text, td_precision_t *out)
+{
+    if (td_precision_parse(text, out) == TD_OK) {
+        return true;
+    }
+    (void)bench_usage_error("--precision wants fast, mixed or exact, not \"%s\"", text);
+    return false;
+}
+
+int bench_model_open(const char *path, const td_model_options_t *options, uint32_t sequences,
+                     uint32_t sequence_tokens, bench_model_run_t *run)
+{
+    td_gguf_t *gguf = NULL;
+    const td_kv_layout_t *kv = NULL;
+    td_status_t status = TD_OK;
+
+    *run = (bench_model_run_t){0};
+    status = td_gguf_open(path, &gguf);
+    if (status != TD_OK) {
+        return bench_usage_error("cannot read the model file \"%s\": %s", path,
+                                 td_status_name(status));
+    }
+    status = td_model_load(gguf, options, &run->model);
+    td_gguf_close(gguf);
+    if (status != TD_OK) {
+        return bench_usage_error("cannot load the model \"%s\": %s", path, td_status_name(status));
+    }
+    kv = &td_model_info(run->model)->kv;
+    if (sequence_tokens == 0) {
+        sequence_tokens = td_model_info(run->model)->context_max;
+    }
+    run->block_count = sequences * td_kv_blocks_for(kv, sequence_tokens);
+    run->pool = td_calloc(run->block_count, td_kv_block_bytes(kv));
+    run->blocks = td_calloc(run->block_count, sizeof(*run->blocks));
+    if (run->pool == NULL || run->blocks == NULL) {
+        (void)bench_usage_error("no memory for %u KV blocks", run->block_count);
+        bench_model_close(run);
+        return BENCH_EXIT_FAILED;
+    }
+    for (uint32_t i = 0; i < run->block_count; i++) {
+        run->blocks[i] = i;
+    }
+    return BENCH_EXIT_OK;
+}
+
+void bench_model_close(bench_model_run_t *run)
+{
+    td_model_destroy(run->model);
+    td_free(run->pool);
+    td_free(run->blocks);
+    *run = (bench_model_run_t){0};
+}
+
+static void print_help(FILE *to)
+{
+    (void)fputs("Usage: tandem-bench COMMAND [options]\n\nCommands:\n", to);
+    for (size_t i = 0; i < TD_ARRAY_LEN(commands); i++) {
+        (void)fprintf(to, "  %-10s %s\n", commands[i].name, commands[i].summary);
+    }
+    (void)fputs("\nEach command has --help.\n", to);
+}
+
+int main(int argc, char **argv)
+{
+    td_log_init("tandem-bench", TD_LOG_LEVEL_INFO);
+    if (argc < 2) {
+        print_help(stderr);
+        return BENCH_EXIT_USAGE;
+    }
+    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0) {
+        print_help(stdout);
+        return BENCH_EXIT_OK;
+    }
+    for (size_t i = 0; i < TD_ARRAY_LEN(commands); i++) {
+        if (strcmp(argv[1], commands[i].name) == 0) {
+            return commands[i].run(argc - 1, argv + 1);
+        }
+    }
+    print_help(stderr);
+    return bench_usage_error("unknown command \"%s\"", argv[1]);
+}
