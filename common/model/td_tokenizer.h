@@ -34,7 +34,8 @@ bool td_tokenizer_is_special(const td_tokenizer_t *tok, uint32_t id);
 /** UINT32_MAX when the text is not one token of the vocabulary (special tokens by their text). */
 uint32_t td_tokenizer_find(const td_tokenizer_t *tok, const char *text, size_t len);
 
-/** Encodes UTF-8 text (invalid bytes are encoded byte by byte and survive decoding).
+/** Encodes UTF-8 text (invalid bytes are encoded byte by byte and survive decoding; a byte for which
+ * the vocabulary has no token becomes U+FFFD).
  * Errors: TD_ERR_TOO_LARGE (over TD_TOKENIZER_TEXT_BYTES_MAX), TD_ERR_NO_MEMORY.
  * Owner:  the caller frees *ids_out with td_free(); never NULL on success.
  * Cost:   O(bytes log bytes). */
@@ -53,7 +54,8 @@ typedef struct td_detok {
     uint8_t held[4];
     uint32_t held_len;
 } td_detok_t;
-/** Appends the text that became complete with this token. skip_special: special tokens give none.
+/** Appends the text that became complete with this token. skip_special: control tokens give
+ * none; user-defined ones are text like any other.
  * Errors: TD_ERR_INVALID (id outside the vocabulary), TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t td_detok_push(td_detok_t *detok, const td_tokenizer_t *tok, uint32_t id,
                                         bool skip_special, td_str_t *text);
