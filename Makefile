@@ -36,7 +36,7 @@ endif
 CFLAGS_ALL = -std=c11 $(OPT) -ffp-contract=off -fno-strict-aliasing -pthread $(WARN) $(SANFLAGS) \
              $(DEFS) -I. -I$(GEN) $(PKG_CFLAGS) $(CFLAGS)
 LDFLAGS_ALL = -pthread $(SANFLAGS) $(LDFLAGS)
-LIBS_ALL = $(PKG_LIBS) -lm -ldl
+LIBS_ALL = $(PKG_LIBS) -lucs -lm -ldl
 
 PROGRAMS :=
 COMMON_SRC :=

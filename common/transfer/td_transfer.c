@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <ucp/api/ucp.h>
+#include <ucs/config/global_opts.h>
 #include <unistd.h>
 
 #include "common/base/td_base.h"
@@ -21,6 +22,7 @@
 #define ANSWERS_IN_FLIGHT_MAX 8u /* staging buffers */
 #define JOBS_MAX 1024u           /* asks waiting for a staging buffer */
 #define SHM_BYTES_PER_TURN (8u << 20)
+#define PROGRESS_PER_TURN 256 /* so that a flood of answers cannot starve commands */
 #define POLL_BUSY_MS 5
 #define POLL_IDLE_MS 500 /* UCX's keepalive runs only inside progress */
 
@@ -146,6 +148,13 @@ const char *td_carrier_name(td_carrier_t carrier)
 
 /* --- start and end --------------------------------------------------------------------------- */
 
+static void set_ucx_global(const char *variable, const char *name, const char *value)
+{
+    if (getenv(variable) == NULL) {
+        (void)ucs_global_opts_set_value(name, value);
+    }
+}
+
 /* Defaults that make UCX fit for this use (DESIGN.md); the user's own settings win. */
 static void set_ucx_environment(void)
 {
@@ -154,11 +163,12 @@ static void set_ucx_environment(void)
     }
     (void)setenv("UCX_MM_ERROR_HANDLING", "y", 0);
     (void)setenv("UCX_KEEPALIVE_INTERVAL", "1s", 0);
-    (void)setenv("UCX_HANDLE_ERRORS", "none", 0);
     (void)setenv("UCX_TCP_TX_SEG_SIZE", "256K", 0);
     (void)setenv("UCX_TCP_RX_SEG_SIZE", "256K", 0);
-    (void)setenv("UCX_WARN_UNUSED_ENV_VARS", "n", 0);
-    (void)setenv("UCX_LOG_LEVEL", "fatal", 0); /* dead peers are our business, and logged by us */
+    /* These three are read when the library is loaded, so the environment would come too late. */
+    set_ucx_global("UCX_HANDLE_ERRORS", "HANDLE_ERRORS", "none");
+    set_ucx_global("UCX_LOG_LEVEL", "LOG_LEVEL", "fatal"); /* dead peers are logged by us */
+    set_ucx_global("UCX_WARN_UNUSED_ENV_VARS", "WARN_UNUSED_ENV_VARS", "n");
 }
 
 static td_status_t ucx_status(ucs_status_t status, const char *what)
@@ -1006,7 +1016,7 @@ static void *transfer_main(void *arg)
     while (!atomic_load_explicit(&t->stop, memory_order_acquire)) {
         bool left = false;
         run_commands(t);
-        while (ucp_worker_progress(t->worker) != 0) {
+        for (int i = 0; i < PROGRESS_PER_TURN && ucp_worker_progress(t->worker) != 0; i++) {
         }
         remove_failed_peers(t);
         left = drive_fetches(t);

@@ -1,0 +1,55 @@
+/* td_member.h - a node's membership of the cluster: registers with the router, sends heartbeats, learns
+ * the other processes, notices when the router is gone or has declared this node dead.
+ * Embedded coordination: the router is the registry. Design: sections 1 and 4.
+ * Threads: loop (the bus's). */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/base/td_status.h"
+#include "common/wire/td_bus.h"
+#include "common/wire/td_msg.h"
+
+#define TD_ROUTER_ID "router"
+#define TD_HEARTBEAT_MS 500u
+#define TD_PEER_DEAD_MS 2000u
+#define TD_TICKET_LEASE_MS 5000u
+
+typedef struct td_member td_member_t;
+
+/** What the node does when something changes; all on the loop's thread. */
+typedef struct td_member_events {
+    void *ctx;
+    void (*registered)(void *ctx, const td_msg_registered_t *info);
+    void (*peer_up)(void *ctx, const td_msg_peer_t *peer);
+    void (*peer_down)(void *ctx, const char *id, uint64_t incarnation);
+    /* The router is gone for a ticket lease, or it had declared us dead: every ticket is void. When
+     * incarnation differs from before, it is our new name (the bus knows it already). */
+    void (*fenced)(void *ctx, uint64_t incarnation);
+} td_member_events_t;
+
+/** self is copied: its region may be empty (a store that does not know its block size yet).
+ * Errors: TD_ERR_INVALID (endpoint), TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t td_member_create(td_bus_t *bus, const char *router_endpoint,
+                                           const td_msg_register_t *self,
+                                           const td_member_events_t *events, td_member_t **out);
+void td_member_destroy(td_member_t *member);
+/** Changes what is registered (e.g. the region) and registers again. */
+TD_MUST_CHECK td_status_t td_member_update(td_member_t *member, const td_msg_register_t *self);
+/** Sends what is due. Call at least every 100 ms. */
+void td_member_tick(td_member_t *member, const td_msg_heartbeat_t *load);
+/** True when the message was for the membership. */
+bool td_member_handle(td_member_t *member, const td_msg_t *msg);
+/** A peer that is up, or NULL. Owner: the member, until the next handle or tick. */
+typedef struct td_member_peer {
+    char id[TD_MSG_ID_CHARS_MAX + 1];
+    td_role_t role;
+    uint64_t incarnation;
+    bool store_master;
+    bool seen; /* in the list being applied */
+} td_member_peer_t;
+const td_member_peer_t *td_member_find(const td_member_t *member, const char *id);
+/** The store's master, or NULL when the cluster has none now. */
+const td_member_peer_t *td_member_store_master(const td_member_t *member);
+bool td_member_is_registered(const td_member_t *member);
