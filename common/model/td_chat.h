@@ -25,13 +25,15 @@ TD_MUST_CHECK td_status_t td_chat_create(const td_gguf_t *gguf, td_chat_t **out)
 void td_chat_destroy(td_chat_t *chat);
 /** Appends the prompt; add_generation_prompt opens the assistant's turn at the end. Special tokens
  * appear as their text, so the result is tokenised with parse_special. A message's own text could
- * then forge a turn; td_chat_render_parts() exists for that.
- * Errors: TD_ERR_INVALID (unknown role), TD_ERR_NO_MEMORY. */
+ * then forge a turn; td_chat_encode() exists for that.
+ * Errors: TD_ERR_INVALID (unknown role), TD_ERR_TOO_LARGE (contents over
+ *         TD_TOKENIZER_TEXT_BYTES_MAX together), TD_ERR_NO_MEMORY; the text is then unchanged. */
 TD_MUST_CHECK td_status_t td_chat_render(const td_chat_t *chat, const td_chat_message_t *messages,
                                          size_t count, bool add_generation_prompt, td_str_t *out);
 /** Renders and tokenises so that only the template's own special tokens are special: text inside a
  * message that looks like one is encoded as plain text (prompt-injection safe).
- * Owner: the caller frees *ids_out with td_free(). */
+ * Errors: as td_chat_render(), and TD_ERR_UNSUPPORTED (the markers are no tokens of the vocabulary).
+ * Owner:  the caller frees *ids_out with td_free(). */
 typedef struct td_tokenizer td_tokenizer_t;
 TD_MUST_CHECK td_status_t td_chat_encode(const td_chat_t *chat, const td_tokenizer_t *tok,
                                          const td_chat_message_t *messages, size_t count,

@@ -6,6 +6,12 @@
 
 #define REPLACEMENT "\xef\xbf\xbd" /* U+FFFD */
 
+/* Nothing needs no memory, so a token that is held back cannot fail. */
+static td_status_t append(td_str_t *text, const uint8_t *bytes, size_t len)
+{
+    return len == 0 ? TD_OK : td_str_append(text, bytes, len);
+}
+
 /* Moves what is decided out of pending into text; the rest (less than a character) stays. */
 static td_status_t drain(const uint8_t *pending, size_t len, bool finish, td_str_t *text,
                          size_t *kept_out)
@@ -21,7 +27,7 @@ static td_status_t drain(const uint8_t *pending, size_t len, bool finish, td_str
             pos += (size_t)n;
             continue;
         }
-        TD_TRY(td_str_append(text, pending + plain, pos - plain));
+        TD_TRY(append(text, pending + plain, pos - plain));
         if (n < 0 && !finish) {
             *kept_out = (size_t)-n;
             return TD_OK;
@@ -30,7 +36,7 @@ static td_status_t drain(const uint8_t *pending, size_t len, bool finish, td_str
         pos += n < 0 ? (size_t)-n : bad;
         plain = pos;
     }
-    return td_str_append(text, pending + plain, pos - plain);
+    return append(text, pending + plain, pos - plain);
 }
 
 /* A failed append must leave no half a token behind. */

@@ -17,7 +17,7 @@
 
 typedef struct td_logit_bias {
     uint32_t token;
-    float bias;
+    float bias; /* <= 1e9; -infinity bans the token */
 } td_logit_bias_t;
 
 typedef struct td_sampling {
@@ -60,7 +60,9 @@ void td_sampler_destroy(td_sampler_t *sampler);
  * Shape:  logits [vocab_size] f32, left unchanged. banned [banned_count]: ids that may not be picked
  *         (stop tokens before min_tokens).
  * Units:  top_logprobs 0..TD_TOP_LOGPROBS_MAX; want_logprob fills logprob even with 0 tops.
- * A row with NaN in it gives TD_ERR_INTERNAL. */
+ *         A banned id outside the vocabulary is ignored.
+ * Errors: TD_ERR_INTERNAL (a row with NaN or +infinity, or with nothing finite), TD_ERR_INVALID
+ *         (bans and bias leave no token). */
 TD_MUST_CHECK td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits,
                                           uint32_t position, const uint32_t *banned,
                                           uint32_t banned_count, bool want_logprob,

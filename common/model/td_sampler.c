@@ -1,0 +1,472 @@
+#include "common/model/td_sampler.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+#include <xxhash.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+#include "common/model/td_sampler_math_internal.h"
+
+#define TEMPERATURE_MAX 100.0f
+#define PENALTY_MAX 2.0f
+#define REPETITION_PENALTY_MAX 10.0f
+#define LOGIT_BIAS_HIGH 1e9f
+#define LN2 0.6931471805599453
+/* The order key of an entry is cut into digits; one level of the selection looks at one digit. */
+#define DIGIT_BITS 11u
+#define DIGIT_COUNT (1u << DIGIT_BITS)
+
+typedef struct token_state {
+    uint32_t generated; /* times generated */
+    bool seen;          /* in the prompt or generated: listed in sampler->seen */
+} token_state_t;
+
+struct td_sampler {
+    td_sampling_t params;  /* logit_bias is our copy */
+    td_logit_bias_t *bias; /* owned; [params.logit_bias_count] */
+    float *work;           /* owned; [vocab_size] a pick's logits on their way to scores */
+    token_state_t *states; /* owned; [vocab_size]; NULL while no penalty is set */
+    uint32_t *seen;        /* owned; [vocab_size], the first seen_count are the distinct tokens */
+    uint32_t seen_count;
+    uint32_t vocab_size;
+    double log_min_p;            /* -infinity = off */
+    double sums[DIGIT_COUNT];    /* scratch: weight of the entries with each digit */
+    uint32_t tally[DIGIT_COUNT]; /* scratch: their count */
+};
+
+void td_sampling_init(td_sampling_t *params)
+{
+    *params = (td_sampling_t){.temperature = 1.0f, .top_p = 1.0f, .repetition_penalty = 1.0f};
+}
+
+static bool in_range(float value, float low, float high)
+{
+    return value >= low && value <= high; /* false for NaN */
+}
+
+/* Names the first parameter that is out of its range; NULL when all are fine. */
+static const char *bad_parameter(const td_sampling_t *params, uint32_t vocab_size)
+{
+    if (!in_range(params->temperature, 0.0f, TEMPERATURE_MAX)) {
+        return "temperature";
+    }
+    if (!(params->top_p > 0.0f && params->top_p <= 1.0f)) {
+        return "top_p";
+    }
+    if (!(params->min_p >= 0.0f && params->min_p < 1.0f)) {
+        return "min_p";
+    }
+    if (!in_range(params->presence_penalty, -PENALTY_MAX, PENALTY_MAX)) {
+        return "presence_penalty";
+    }
+    if (!in_range(params->frequency_penalty, -PENALTY_MAX, PENALTY_MAX)) {
+        return "frequency_penalty";
+    }
+    if (!(params->repetition_penalty > 0.0f &&
+          params->repetition_penalty <= REPETITION_PENALTY_MAX)) {
+        return "repetition_penalty";
+    }
+    if (params->logit_bias_count > TD_LOGIT_BIAS_MAX) {
+        return "logit_bias_count";
+    }
+    for (uint32_t i = 0; i < params->logit_bias_count; i++) {
+        float bias = params->logit_bias[i].bias;
+        if (params->logit_bias[i].token >= vocab_size || !(bias <= LOGIT_BIAS_HIGH)) {
+            return "logit_bias";
+        }
+    }
+    return vocab_size == 0 ? "vocab_size" : NULL;
+}
+
+static bool has_penalty(const td_sampling_t *params)
+{
+    return params->presence_penalty != 0.0f || params->frequency_penalty != 0.0f ||
+           params->repetition_penalty != 1.0f;
+}
+
+static void mark_seen(td_sampler_t *sampler, uint32_t token)
+{
+    if (!sampler->states[token].seen) {
+        sampler->states[token].seen = true;
+        sampler->seen[sampler->seen_count++] = token;
+    }
+}
+
+td_status_t td_sampler_create(const td_sampling_t *params, uint32_t vocab_size,
+                              const uint32_t *prompt, size_t prompt_tokens, td_sampler_t **out)
+{
+    td_sampler_t *sampler = NULL;
+    const char *bad = NULL;
+    size_t bad_at = 0;
+
+    TD_ASSERT(params != NULL && out != NULL);
+    bad = bad_parameter(params, vocab_size);
+    while (bad == NULL && bad_at < prompt_tokens && prompt[bad_at] < vocab_size) {
+        bad_at++;
+    }
+    if (bad != NULL || bad_at < prompt_tokens) {
+        TD_LOG_DEBUG("sampling parameter refused", "parameter=%s", bad == NULL ? "prompt" : bad);
+        return TD_ERR_INVALID;
+    }
+    sampler = td_calloc(1, sizeof(*sampler));
+    if (sampler == NULL) {
+        goto err;
+    }
+    sampler->params = *params;
+    sampler->vocab_size = vocab_size;
+    sampler->log_min_p = params->min_p > 0 ? td_sampler_log((double)params->min_p) : -INFINITY;
+    sampler->bias = td_calloc(params->logit_bias_count, sizeof(*sampler->bias));
+    sampler->work = td_calloc(vocab_size, sizeof(*sampler->work));
+    if (sampler->bias == NULL || sampler->work == NULL) {
+        goto err_destroy;
+    }
+    if (params->logit_bias_count > 0) {
+        memcpy(sampler->bias, params->logit_bias,
+               params->logit_bias_count * sizeof(*sampler->bias));
+    }
+    sampler->params.logit_bias = sampler->bias;
+    if (has_penalty(params)) {
+        sampler->states = td_calloc(vocab_size, sizeof(*sampler->states));
+        sampler->seen = td_calloc(vocab_size, sizeof(*sampler->seen));
+        if (sampler->states == NULL || sampler->seen == NULL) {
+            goto err_destroy;
+        }
+        for (size_t i = 0; i < prompt_tokens; i++) {
+            mark_seen(sampler, prompt[i]);
+        }
+    }
+    *out = sampler;
+    return TD_OK;
+
+err_destroy:
+    td_sampler_destroy(sampler);
+err:
+    TD_LOG_ERROR("sampler not created", "status=no_memory vocab_size=%u", vocab_size);
+    return TD_ERR_NO_MEMORY;
+}
+
+void td_sampler_destroy(td_sampler_t *sampler)
+{
+    if (sampler == NULL) {
+        return;
+    }
+    td_free(sampler->bias);
+    td_free(sampler->work);
+    td_free(sampler->states);
+    td_free(sampler->seen);
+    td_free(sampler);
+}
+
+void td_sampler_accept(td_sampler_t *sampler, uint32_t token)
+{
+    TD_ASSERT(token < sampler->vocab_size);
+    if (sampler->states != NULL) {
+        mark_seen(sampler, token);
+        sampler->states[token].generated++;
+    }
+}
+
+/* --- the model's own distribution --------------------------------------------------------------
+ */
+
+/* Fails on a row that no model in order can give: NaN, +infinity or nothing finite. */
+static td_status_t row_max(const float *logits, uint32_t count, float *out)
+{
+    float max = -INFINITY;
+    bool bad = false;
+
+    for (uint32_t i = 0; i < count; i++) {
+        bad |= !(logits[i] < INFINITY);
+        max = logits[i] > max ? logits[i] : max;
+    }
+    if (bad || max == -INFINITY) {
+        TD_LOG_ERROR("logits are broken", "vocab_size=%u expected=\"no NaN or +inf, one finite\"",
+                     count);
+        return TD_ERR_INTERNAL;
+    }
+    *out = max;
+    return TD_OK;
+}
+
+/* Keeps the best `limit` entries, highest first; a later id never passes an equal one. */
+static void top_insert(td_sampled_t *out, uint32_t limit, uint32_t token, float logit)
+{
+    uint32_t at = out->top_count;
+
+    if (at == limit) {
+        if (logit <= out->top[at - 1].logprob) {
+            return;
+        }
+        at--;
+    } else {
+        out->top_count++;
+    }
+    while (at > 0 && out->top[at - 1].logprob < logit) {
+        out->top[at] = out->top[at - 1];
+        at--;
+    }
+    out->top[at] = (td_logprob_t){.token = token, .logprob = logit};
+}
+
+static void fill_logprobs(const float *logits, uint32_t count, float max, uint32_t top_logprobs,
+                          td_sampled_t *out)
+{
+    double sum = 0;
+    double log_sum = 0;
+
+    for (uint32_t i = 0; i < count; i++) {
+        sum += td_sampler_exp((double)logits[i] - (double)max);
+        if (top_logprobs > 0 && logits[i] > -INFINITY) {
+            top_insert(out, top_logprobs, i, logits[i]);
+        }
+    }
+    log_sum = td_sampler_log(sum);
+    for (uint32_t i = 0; i < out->top_count; i++) {
+        out->top[i].logprob = (float)((double)out->top[i].logprob - (double)max - log_sum);
+    }
+    out->logprob = (float)((double)logits[out->token] - (double)max - log_sum);
+}
+
+/* --- bias and penalties --------------------------------------------------------------------------
+ */
+
+static void apply_bias_and_penalties(td_sampler_t *sampler)
+{
+    const td_sampling_t *params = &sampler->params;
+    float *work = sampler->work;
+
+    for (uint32_t i = 0; i < params->logit_bias_count; i++) {
+        float *logit = &work[sampler->bias[i].token];
+        *logit = TD_MIN(*logit + sampler->bias[i].bias, FLT_MAX);
+    }
+    for (uint32_t i = 0; i < sampler->seen_count; i++) {
+        uint32_t token = sampler->seen[i];
+        uint32_t generated = sampler->states[token].generated;
+        float logit = work[token];
+        logit = logit > 0 ? logit / params->repetition_penalty : logit * params->repetition_penalty;
+        logit -= params->frequency_penalty * (float)generated;
+        logit -= generated > 0 ? params->presence_penalty : 0.0f;
+        work[token] = TD_MIN(logit, FLT_MAX); /* a tiny repetition penalty must not give inf */
+    }
+}
+
+static uint32_t argmax(const float *row, uint32_t count)
+{
+    uint32_t best = 0;
+
+    for (uint32_t i = 1; i < count; i++) {
+        best = row[i] > row[best] ? i : best;
+    }
+    return best;
+}
+
+/* --- filters
+ * --------------------------------------------------------------------------------------- */
+
+/* A key that orders the entries: by value, and the lower id above the higher among equals. All
+ * keys of a row differ, so every filter keeps exactly the keys from some threshold upwards. */
+static uint64_t order_key(float value, uint32_t id)
+{
+    uint32_t bits = 0;
+
+    memcpy(&bits, &value, sizeof(bits));
+    bits = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+    return (uint64_t)bits << 32 | (UINT32_MAX - id);
+}
+
+/* Finds the key of the first entry, from the highest down, with which the count reaches count_goal
+ * (by_weight false) or the weight e^value reaches weight_goal. Looks at keys >= floor_key only. One
+ * pass for each digit until the entry stands alone. */
+static uint64_t select_threshold(td_sampler_t *sampler, uint64_t floor_key, bool by_weight,
+                                 uint32_t count_goal, double weight_goal)
+{
+    uint64_t prefix = 0; /* the digits found so far */
+    uint32_t prefix_shift = 64;
+    uint32_t count = 0; /* of what lies above the prefix */
+    double weight = 0;
+
+    while (prefix_shift > 0) {
+        uint32_t bits = TD_MIN(DIGIT_BITS, prefix_shift);
+        uint32_t shift = prefix_shift - bits;
+        uint32_t mask = (1u << bits) - 1;
+        uint32_t lowest = 0;
+        bool found = false;
+        memset(sampler->tally, 0, sizeof(sampler->tally));
+        memset(sampler->sums, 0, sizeof(sampler->sums));
+        for (uint32_t i = 0; i < sampler->vocab_size; i++) {
+            uint64_t key = order_key(sampler->work[i], i);
+            uint32_t digit = (uint32_t)(key >> shift) & mask;
+            if (key < floor_key || (prefix_shift < 64 && key >> prefix_shift != prefix)) {
+                continue;
+            }
+            sampler->tally[digit]++;
+            if (by_weight) {
+                sampler->sums[digit] += td_sampler_exp((double)sampler->work[i]);
+            }
+        }
+        for (uint32_t n = mask + 1; n > 0 && !found; n--) {
+            uint32_t digit = n - 1;
+            if (sampler->tally[digit] == 0) {
+                continue;
+            }
+            lowest = digit;
+            /* Sums of parts round otherwise than the whole: then the lowest part is the one. */
+            found = by_weight ? weight + sampler->sums[digit] >= weight_goal
+                              : sampler->tally[digit] >= count_goal - count;
+            if (!found) {
+                count += sampler->tally[digit];
+                weight += sampler->sums[digit];
+            }
+        }
+        if (!found) { /* take the lowest part as a whole, and its lowest entry below */
+            count -= sampler->tally[lowest];
+            weight -= sampler->sums[lowest];
+        }
+        prefix = prefix << bits | lowest;
+        prefix_shift = shift;
+        if (sampler->tally[lowest] == 1) {
+            break;
+        }
+    }
+    /* A lone entry is the only key >= prefix inside its digit. */
+    return prefix_shift == 0 ? prefix : prefix << prefix_shift;
+}
+
+/* The lowest order key that top_k, top_p and min_p let through. work holds (logit - max) / T. */
+static uint64_t filter_threshold(td_sampler_t *sampler)
+{
+    const td_sampling_t *params = &sampler->params;
+    uint64_t threshold = order_key(-INFINITY, 0) + 1; /* above every entry of -infinity */
+
+    if (params->top_k > 0 && params->top_k < sampler->vocab_size) {
+        uint64_t key = select_threshold(sampler, 0, false, params->top_k, 0);
+        threshold = TD_MAX(threshold, key);
+    }
+    if (params->top_p < 1.0f) {
+        double total = 0;
+        uint64_t key = 0;
+        for (uint32_t i = 0; i < sampler->vocab_size; i++) {
+            if (order_key(sampler->work[i], i) >= threshold) {
+                total += td_sampler_exp((double)sampler->work[i]);
+            }
+        }
+        key = select_threshold(sampler, threshold, true, 0, (double)params->top_p * total);
+        threshold = TD_MAX(threshold, key);
+    }
+    return threshold;
+}
+
+/* --- noise
+ * ------------------------------------------------------------------------------------------- */
+
+/* Source: Stafford's variant 13 of the MurmurHash3 finaliser, as in SplitMix64. */
+static uint64_t mix(uint64_t x)
+{
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+static uint64_t noise_key(const td_sampling_t *params, uint32_t position)
+{
+    uint64_t key = mix(params->seed + 0x9e3779b97f4a7c15u);
+
+    key = mix(key ^ ((uint64_t)params->choice << 32 | position));
+    return mix(key + 0x2545f4914f6cdd1du);
+}
+
+/* SplitMix64's stream that starts at the key, at its id-th place. */
+static uint64_t noise_bits(uint64_t key, uint32_t id)
+{
+    return mix(key + ((uint64_t)id + 1) * 0x9e3779b97f4a7c15u);
+}
+
+/* u in (0, 1) with 52 bits, never 0 or 1. */
+static double gumbel(uint64_t bits)
+{
+    double u = ((double)(bits >> 12) + 0.5) * 0x1p-52;
+
+    return -td_sampler_log(-td_sampler_log(u));
+}
+
+/* No less than gumbel(bits): -log(u) >= 1 - u, and 1 - u > 2^-(n + 1) where u starts with n ones.
+ * The margin covers rounding. */
+static double gumbel_bound(uint64_t bits)
+{
+    uint64_t zeros = ~bits | 1u << 11;
+
+    return (double)(__builtin_clzll(zeros) + 1) * LN2 + 1e-9;
+}
+
+static uint32_t gumbel_argmax(const td_sampler_t *sampler, uint32_t max_id, uint64_t threshold,
+                              uint32_t position)
+{
+    uint64_t key = noise_key(&sampler->params, position);
+    uint32_t best = max_id;
+    double best_score = (double)sampler->work[max_id] + gumbel(noise_bits(key, max_id));
+
+    for (uint32_t i = 0; i < sampler->vocab_size; i++) {
+        double value = (double)sampler->work[i];
+        uint64_t bits = noise_bits(key, i);
+        double score = 0;
+        /* Few can pass the best so far, so few need logarithms. */
+        if (value + gumbel_bound(bits) < best_score || i == max_id ||
+            order_key(sampler->work[i], i) < threshold || value < sampler->log_min_p) {
+            continue;
+        }
+        score = value + gumbel(bits);
+        if (score > best_score || (score == best_score && i < best)) {
+            best = i;
+            best_score = score;
+        }
+    }
+    return best;
+}
+
+td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits, uint32_t position,
+                            const uint32_t *banned, uint32_t banned_count, bool want_logprob,
+                            uint32_t top_logprobs, td_sampled_t *out)
+{
+    const uint32_t count = sampler->vocab_size;
+    const float temperature = sampler->params.temperature;
+    td_sampled_t result = {0};
+    uint32_t max_id = 0;
+    float max = 0;
+    float work_max = 0;
+
+    TD_ASSERT(top_logprobs <= TD_TOP_LOGPROBS_MAX);
+    TD_TRY(row_max(logits, count, &max));
+    memcpy(sampler->work, logits, count * sizeof(*logits));
+    apply_bias_and_penalties(sampler);
+    for (uint32_t i = 0; i < banned_count; i++) {
+        if (banned[i] < count) {
+            sampler->work[banned[i]] = -INFINITY;
+        }
+    }
+    max_id = argmax(sampler->work, count);
+    work_max = sampler->work[max_id];
+    if (work_max == -INFINITY) {
+        TD_LOG_ERROR("no token may be picked", "vocab_size=%u banned=%u", count, banned_count);
+        return TD_ERR_INVALID;
+    }
+    result.token = max_id;
+    if (temperature > 0) {
+        for (uint32_t i = 0; i < count; i++) {
+            /* Subtracting first keeps a tiny temperature from overflowing. */
+            sampler->work[i] = (sampler->work[i] - work_max) / temperature;
+        }
+        result.token = gumbel_argmax(sampler, max_id, filter_threshold(sampler), position);
+    }
+    if (want_logprob || top_logprobs > 0) {
+        fill_logprobs(logits, count, max, top_logprobs, &result);
+    }
+    *out = result;
+    return TD_OK;
+}
+
+uint64_t td_logits_hash(const float *logits, uint32_t vocab_size)
+{
+    return XXH3_64bits(logits, (size_t)vocab_size * sizeof(*logits));
+}

@@ -1,0 +1,202 @@
+/* Opens any bytes as a model file and uses all that opening promised: every tensor's bytes, the
+ * typed values, the tokenizer and the chat template. Built with a fuzzing engine, or alone: then
+ * it replays the corpus and changes of every byte of it. */
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "common/base/td_base.h"
+#include "common/model/td_chat.h"
+#include "common/model/td_gguf.h"
+#include "common/model/td_tokenizer.h"
+
+#define CORPUS_DIR "tests/fuzz/corpus/gguf"
+#define FILE_BYTES_MAX 65536u
+#define ARRAY_WALK_MAX 64u
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+static volatile uint8_t fuzz_sink; /* keeps the reads */
+
+static void touch(const void *bytes, size_t len)
+{
+    const uint8_t *at = bytes;
+    for (size_t i = 0; i < len; i++) {
+        fuzz_sink = (uint8_t)(fuzz_sink ^ at[i]);
+    }
+}
+
+static void use_key(const td_gguf_t *gguf, const char *key)
+{
+    uint32_t u32 = 0;
+    int32_t i32 = 0;
+    float f32 = 0;
+    bool yes = false;
+    const char *text = NULL;
+    size_t len = 0;
+    uint32_t count = 0;
+
+    if (td_gguf_get_u32(gguf, key, &u32) == TD_ERR_NOT_FOUND) {
+        return;
+    }
+    (void)!td_gguf_get_f32(gguf, key, &f32);
+    (void)!td_gguf_get_bool(gguf, key, &yes);
+    if (td_gguf_get_str(gguf, key, &text, &len) == TD_OK) {
+        touch(text, len);
+    }
+    if (td_gguf_get_array_len(gguf, key, &count) != TD_OK) {
+        return;
+    }
+    for (uint32_t i = 0; i <= count && i < ARRAY_WALK_MAX; i++) {
+        if (td_gguf_get_array_str(gguf, key, i, &text, &len) == TD_OK) {
+            touch(text, len);
+        }
+        (void)!td_gguf_get_array_i32(gguf, key, i, &i32);
+    }
+}
+
+static void use_tokenizer(const td_gguf_t *gguf)
+{
+    static const char text[] = "ab c\n<|im_start|>a1\xc3\xa9\xff  abc<tool>";
+    const td_chat_message_t message = {"user", text, sizeof(text) - 1};
+    td_tokenizer_t *tok = NULL;
+    td_chat_t *chat = NULL;
+    uint32_t *ids = NULL;
+    size_t count = 0;
+    td_detok_t detok = {0};
+    td_str_t out = {0};
+
+    if (td_tokenizer_create(gguf, &tok) != TD_OK) {
+        return;
+    }
+    if (td_tokenizer_encode(tok, text, sizeof(text) - 1, true, &ids, &count) == TD_OK) {
+        for (size_t i = 0; i < count; i++) {
+            TD_ASSERT(td_detok_push(&detok, tok, ids[i], i % 2 == 0, &out) == TD_OK);
+        }
+        TD_ASSERT(td_detok_finish(&detok, &out) == TD_OK);
+        td_free(ids);
+    }
+    if (td_chat_create(gguf, &chat) == TD_OK) {
+        if (td_chat_encode(chat, tok, &message, 1, true, &ids, &count) == TD_OK) {
+            td_free(ids);
+        }
+        td_chat_destroy(chat);
+    }
+    td_str_fini(&out);
+    td_tokenizer_destroy(tok);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    static const char *const keys[] = {"general.alignment",
+                                       "general.name",
+                                       "f32",
+                                       "f64",
+                                       "i8",
+                                       "yes",
+                                       "words",
+                                       "ints",
+                                       "nested",
+                                       "tokenizer.ggml.tokens",
+                                       "tokenizer.ggml.token_type",
+                                       "tokenizer.ggml.merges"};
+    td_gguf_t *gguf = NULL;
+
+    if (td_gguf_open_bytes(data, size, &gguf) != TD_OK) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < td_gguf_tensor_count(gguf); i++) {
+        const td_gguf_tensor_t *tensor = td_gguf_tensor_at(gguf, i);
+        touch(tensor->bytes, tensor->byte_count);
+        TD_ASSERT(td_gguf_tensor_find(gguf, tensor->name) == tensor);
+    }
+    for (size_t i = 0; i < TD_ARRAY_LEN(keys); i++) {
+        use_key(gguf, keys[i]);
+    }
+    use_tokenizer(gguf);
+    td_gguf_close(gguf);
+    return 0;
+}
+
+#ifndef TD_FUZZ_ENGINE
+/* Every byte, one at a time, and every length. The copy has just the input's size, so that a
+ * sanitizer sees one byte too many. */
+static void replay(const uint8_t *bytes, size_t len)
+{
+    static const uint8_t masks[] = {0x01, 0x04, 0x80, 0xff};
+    uint8_t *copy = td_alloc(len);
+
+    TD_ASSERT(copy != NULL);
+    memcpy(copy, bytes, len);
+    (void)LLVMFuzzerTestOneInput(copy, len);
+    for (size_t i = 0; i < len; i++) {
+        for (size_t m = 0; m < TD_ARRAY_LEN(masks); m++) {
+            copy[i] = bytes[i] ^ masks[m];
+            (void)LLVMFuzzerTestOneInput(copy, len);
+        }
+        copy[i] = bytes[i];
+    }
+    td_free(copy);
+    for (size_t cut = 0; cut < len; cut += 1 + len / 256) {
+        copy = td_alloc(cut);
+        TD_ASSERT(copy != NULL);
+        memcpy(copy, bytes, cut);
+        (void)LLVMFuzzerTestOneInput(copy, cut);
+        td_free(copy);
+    }
+}
+
+static bool replay_file(const char *dir, const char *name)
+{
+    static uint8_t bytes[FILE_BYTES_MAX];
+    char path[4096];
+    FILE *file = NULL;
+    size_t len = 0;
+
+    (void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+    file = fopen(path, "rb");
+    if (file == NULL) {
+        return false;
+    }
+    len = fread(bytes, 1, sizeof(bytes), file);
+    (void)fclose(file);
+    replay(bytes, len);
+    return true;
+}
+
+int main(int argc, char **argv)
+{
+    const char *dir_path = argc > 1 ? argv[1] : CORPUS_DIR;
+    DIR *dir = opendir(dir_path);
+    const struct dirent *entry = NULL;
+    uint32_t files = 0;
+    int saved = dup(STDERR_FILENO);
+    int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+
+    if (dir == NULL || saved < 0 || null < 0) {
+        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
+        return 1;
+    }
+    if (getenv("TD_FUZZ_LOG") == NULL) { /* each refusal is a log line */
+        (void)dup2(null, STDERR_FILENO);
+    }
+    while ((entry = readdir(dir)) != NULL) {
+        files += entry->d_name[0] != '.' && replay_file(dir_path, entry->d_name);
+    }
+    (void)dup2(saved, STDERR_FILENO);
+    (void)closedir(dir);
+    (void)close(null);
+    (void)close(saved);
+    if (files == 0) {
+        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
+        return 1;
+    }
+    printf("replayed %u files and changes of every byte\n", files);
+    printf("[  PASSED  ] 1 test(s).\n");
+    return 0;
+}
+#endif
