@@ -128,6 +128,16 @@ void td_block_keys(const td_block_root_t *root, const uint32_t *tokens, size_t t
     }
 }
 
+void td_block_probe_key(const td_block_root_t *root, uint32_t block_tokens, td_block_key_t *out)
+{
+    uint32_t tokens[1024];
+    TD_ASSERT(block_tokens <= TD_ARRAY_LEN(tokens));
+    for (uint32_t i = 0; i < block_tokens; i++) {
+        tokens[i] = i;
+    }
+    key_make(root, NULL, tokens, block_tokens, false, out);
+}
+
 uint64_t td_block_content_hash(const void *bytes, size_t len)
 {
     return XXH3_64bits(bytes, len);

@@ -14,6 +14,8 @@
 #define TD_BLOCK_ROOT_BYTES 32
 #define TD_CLUSTER_SECRET_BYTES 32
 #define TD_CACHE_SALT_BYTES_MAX 256u
+#define TD_KV_LAYOUT_VERSION 1u
+#define TD_KV_CODEC_F16 "f16"
 
 typedef struct td_block_key {
     uint8_t bytes[TD_BLOCK_KEY_BYTES];
@@ -52,6 +54,8 @@ void td_block_key_partial(const td_block_root_t *root, const td_block_key_t *par
 /** Keys of all full blocks of a prompt. Shape: out [tokens / block_tokens]. */
 void td_block_keys(const td_block_root_t *root, const uint32_t *tokens, size_t token_count,
                    uint32_t block_tokens, td_block_key_t *out);
+/** Key of a known prompt (tokens 0, 1, 2, ...): processes whose answers differ must not pair. */
+void td_block_probe_key(const td_block_root_t *root, uint32_t block_tokens, td_block_key_t *out);
 static inline bool td_block_key_equal(const td_block_key_t *a, const td_block_key_t *b)
 {
     return __builtin_memcmp(a->bytes, b->bytes, TD_BLOCK_KEY_BYTES) == 0;

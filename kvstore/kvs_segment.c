@@ -1,0 +1,372 @@
+#include "kvstore/kvs_segment.h"
+
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_fault.h"
+#include "common/base/td_log.h"
+
+typedef struct store_order { /* one StoreOrder on its way into our blocks */
+    uint64_t id;
+    uint64_t term;
+    char master[TD_MSG_ID_CHARS_MAX + 1];
+    uint32_t count;
+    td_block_key_t *keys;    /* owned, [count] */
+    td_status_t *statuses;   /* owned */
+    uint32_t *blocks;        /* owned; ours, TD_POOL_NONE = none taken */
+    uint64_t *epochs;        /* owned; the writer's, then ours */
+    uint64_t *checksums;     /* owned; the writer's, then ours */
+    bool *dropped;           /* owned; evicted while being fetched */
+    td_fetch_piece_t *pieces; /* owned */
+    td_fetch_t fetch;
+    kvs_segment_t *segment;
+    struct store_order *next;
+} store_order_t;
+
+struct kvs_segment {
+    td_bus_t *bus;             /* borrowed */
+    const td_member_t *member; /* borrowed */
+    td_transfer_t *transfer;   /* borrowed */
+    td_pool_t *pool;           /* owned */
+    td_ring_t *inbox;          /* owned: completed store_order_t */
+    uint64_t term;             /* the newest seen: orders of an older leader are refused */
+    uint32_t fetching;
+    uint32_t waiting_count;
+    store_order_t *active;  /* list: being fetched */
+    store_order_t *waiting; /* list, oldest first */
+    td_metric_t *states[5];
+    td_metric_t *corrupt;
+};
+
+td_status_t kvs_segment_create(td_bus_t *bus, const td_member_t *member, td_transfer_t *transfer,
+                               td_metrics_t *metrics, uint32_t block_count, size_t block_bytes,
+                               kvs_segment_t **out)
+{
+    static const char *const labels[] = {"state=\"free\"", "state=\"reserved\"",
+                                         "state=\"cached\"", "state=\"active\"",
+                                         "state=\"quarantined\""};
+    kvs_segment_t *s = td_calloc(1, sizeof(*s));
+    td_status_t status = TD_ERR_NO_MEMORY;
+
+    if (s == NULL) {
+        return status;
+    }
+    s->bus = bus;
+    s->member = member;
+    s->transfer = transfer;
+    status = td_ring_create(KVS_FETCHES_MAX + 1, &s->inbox);
+    if (status == TD_OK) {
+        status = td_pool_create(td_transfer_memory(transfer), block_count, block_bytes, &s->pool);
+    }
+    if (status != TD_OK) {
+        kvs_segment_destroy(s);
+        return status;
+    }
+    td_transfer_set_pool(transfer, s->pool);
+    for (uint32_t i = 0; i < TD_ARRAY_LEN(labels); i++) {
+        s->states[i] = td_metrics_gauge(metrics, "tandem_kvstore_kv_blocks", labels[i],
+                                        "blocks of the segment by state");
+    }
+    s->corrupt = td_metrics_counter(metrics, "tandem_kvstore_checksum_failures_total", NULL,
+                                    "fetched blocks whose bytes were not the named ones");
+    *out = s;
+    return TD_OK;
+}
+
+static void order_free(store_order_t *o)
+{
+    if (o != NULL) {
+        td_free(o->keys);
+        td_free(o->statuses);
+        td_free(o->blocks);
+        td_free(o->epochs);
+        td_free(o->checksums);
+        td_free(o->dropped);
+        td_free(o->pieces);
+        td_free(o);
+    }
+}
+
+void kvs_segment_destroy(kvs_segment_t *s)
+{
+    void *item = NULL;
+    if (s == NULL) {
+        return;
+    }
+    while (s->active != NULL) {
+        store_order_t *next = s->active->next;
+        order_free(s->active);
+        s->active = next;
+    }
+    while (s->waiting != NULL) {
+        store_order_t *next = s->waiting->next;
+        order_free(s->waiting);
+        s->waiting = next;
+    }
+    while (s->inbox != NULL && td_ring_pop(s->inbox, &item)) {
+    }
+    td_ring_destroy(s->inbox);
+    td_pool_destroy(s->pool);
+    td_free(s);
+}
+
+static void on_fetched(td_fetch_t *fetch)
+{
+    store_order_t *o = fetch->ctx;
+    /* The inbox has room for every fetch that may be under way. */
+    TD_ASSERT(td_ring_push(o->segment->inbox, o) == TD_OK);
+}
+
+static void send_done(kvs_segment_t *s, const store_order_t *o)
+{
+    td_msg_t msg = {.type = TD_MSG_STORE_DONE};
+    msg.u.blocks = (td_msg_blocks_t){.request = o->id,
+                                     .term = o->term,
+                                     .count = o->count,
+                                     .keys = o->keys,
+                                     .statuses = o->statuses,
+                                     .blocks = o->blocks,
+                                     .epochs = o->epochs,
+                                     .checksums = o->checksums};
+    if (td_bus_send(s->bus, o->master, &msg) != TD_OK) {
+        TD_LOG_WARN("store result not sent", "master=%s", o->master);
+    }
+}
+
+/* Takes blocks for what is new and lists the pieces to fetch. */
+static uint32_t order_prepare(kvs_segment_t *s, store_order_t *o)
+{
+    uint32_t pieces = 0;
+    size_t block_bytes = td_pool_block_bytes(s->pool);
+
+    for (uint32_t i = 0; i < o->count; i++) {
+        uint32_t idx = td_pool_find(s->pool, &o->keys[i]);
+        o->blocks[i] = TD_POOL_NONE;
+        if (idx != TD_POOL_NONE) {
+            o->statuses[i] = TD_ERR_EXISTS; /* kept under an older order: told with its place below */
+            continue;
+        }
+        o->statuses[i] = td_pool_take(s->pool, &o->blocks[i]);
+        if (o->statuses[i] != TD_OK) {
+            o->blocks[i] = TD_POOL_NONE;
+            continue;
+        }
+        o->pieces[pieces++] = (td_fetch_piece_t){.epoch = o->epochs[i],
+                                                 .block = o->pieces[i].block,
+                                                 .bytes = (uint32_t)block_bytes,
+                                                 .dest = td_pool_bytes(s->pool, o->blocks[i])};
+    }
+    return pieces;
+}
+
+/* Verifies what came and makes it readable, or gives its space back at once. */
+static void order_finish(kvs_segment_t *s, store_order_t *o, td_status_t fetched)
+{
+    size_t block_bytes = td_pool_block_bytes(s->pool);
+
+    TD_FAULT_POINT("segment_fetched");
+    for (uint32_t i = 0; i < o->count; i++) {
+        uint32_t idx = o->blocks[i];
+        uint64_t hash = 0;
+        if (o->statuses[i] == TD_ERR_EXISTS) {
+            idx = td_pool_find(s->pool, &o->keys[i]);
+            o->statuses[i] = idx == TD_POOL_NONE ? TD_ERR_BUSY : TD_OK;
+        } else if (o->statuses[i] == TD_OK) {
+            hash = td_block_content_hash(td_pool_bytes(s->pool, idx), block_bytes);
+            if (fetched != TD_OK || o->dropped[i]) {
+                o->statuses[i] = fetched != TD_OK ? fetched : TD_ERR_CANCELLED;
+            } else if (td_block_checksum(hash, &o->keys[i], o->epochs[i]) != o->checksums[i]) {
+                td_metric_add(s->corrupt, 1);
+                o->statuses[i] = TD_ERR_CORRUPT;
+            } else {
+                o->statuses[i] = td_pool_index(s->pool, idx, &o->keys[i], hash);
+            }
+            if (o->statuses[i] != TD_OK) {
+                td_pool_unref(s->pool, idx);
+            }
+        }
+        if (o->statuses[i] == TD_OK) {
+            o->blocks[i] = idx;
+            o->epochs[i] = td_pool_epoch(s->pool, idx);
+            o->checksums[i] =
+                td_block_checksum(td_pool_content_hash(s->pool, idx), &o->keys[i], o->epochs[i]);
+        } else {
+            o->blocks[i] = 0;
+        }
+    }
+    send_done(s, o);
+    order_free(o);
+}
+
+static void order_start(kvs_segment_t *s, store_order_t *o)
+{
+    uint32_t pieces = order_prepare(s, o);
+
+    if (pieces == 0) {
+        order_finish(s, o, TD_OK);
+        return;
+    }
+    o->fetch.deadline_ns = td_now_ns() + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+    o->fetch.complete = on_fetched;
+    o->fetch.ctx = o;
+    o->fetch.pieces = o->pieces;
+    o->fetch.piece_count = pieces;
+    if (td_transfer_fetch(s->transfer, &o->fetch) != TD_OK) {
+        order_finish(s, o, TD_ERR_BUSY);
+        return;
+    }
+    o->next = s->active;
+    s->active = o;
+    s->fetching++;
+    TD_FAULT_POINT("segment_fetching");
+}
+
+static void start_waiting(kvs_segment_t *s)
+{
+    while (s->waiting != NULL && s->fetching < KVS_FETCHES_MAX) {
+        store_order_t *o = s->waiting;
+        s->waiting = o->next;
+        s->waiting_count--;
+        o->next = NULL;
+        order_start(s, o);
+    }
+}
+
+static store_order_t *order_new(kvs_segment_t *s, const td_msg_t *msg)
+{
+    const td_msg_blocks_t *m = &msg->u.blocks;
+    store_order_t *o = td_calloc(1, sizeof(*o));
+
+    if (o == NULL) {
+        return NULL;
+    }
+    o->segment = s;
+    o->id = m->request;
+    o->term = m->term;
+    o->count = m->count;
+    o->fetch.peer = m->writer_incarnation;
+    memcpy(o->master, msg->sender_id, strlen(msg->sender_id));
+    o->keys = td_calloc(m->count, sizeof(*o->keys));
+    o->statuses = td_calloc(m->count, sizeof(*o->statuses));
+    o->blocks = td_calloc(m->count, sizeof(*o->blocks));
+    o->epochs = td_calloc(m->count, sizeof(*o->epochs));
+    o->checksums = td_calloc(m->count, sizeof(*o->checksums));
+    o->dropped = td_calloc(m->count, sizeof(*o->dropped));
+    o->pieces = td_calloc(m->count, sizeof(*o->pieces));
+    if (o->keys == NULL || o->statuses == NULL || o->blocks == NULL || o->epochs == NULL ||
+        o->checksums == NULL || o->dropped == NULL || o->pieces == NULL) {
+        order_free(o);
+        return NULL;
+    }
+    memcpy(o->keys, m->keys, m->count * sizeof(*o->keys));
+    memcpy(o->epochs, m->epochs, m->count * sizeof(*o->epochs));
+    memcpy(o->checksums, m->checksums, m->count * sizeof(*o->checksums));
+    for (uint32_t i = 0; i < m->count; i++) {
+        o->pieces[i].block = m->blocks[i]; /* kept here until order_prepare() */
+    }
+    return o;
+}
+
+static void handle_store_order(kvs_segment_t *s, const td_msg_t *msg)
+{
+    store_order_t *o = NULL;
+    store_order_t **link = &s->waiting;
+
+    if (msg->u.blocks.term < s->term) {
+        TD_LOG_WARN("store order of an old leader refused", "term=%llu newest=%llu",
+                    (unsigned long long)msg->u.blocks.term, (unsigned long long)s->term);
+        return;
+    }
+    s->term = msg->u.blocks.term;
+    if (msg->u.blocks.count > TD_TRANSFER_PIECES_MAX || s->waiting_count >= KVS_WAITING_MAX) {
+        return; /* the master revokes it at its deadline */
+    }
+    o = order_new(s, msg);
+    if (o == NULL) {
+        return;
+    }
+    if (s->fetching < KVS_FETCHES_MAX) {
+        order_start(s, o);
+        return;
+    }
+    while (*link != NULL) {
+        link = &(*link)->next;
+    }
+    *link = o;
+    s->waiting_count++;
+}
+
+static void drop_key(kvs_segment_t *s, const td_block_key_t *key)
+{
+    uint32_t idx = td_pool_find(s->pool, key);
+
+    for (store_order_t *o = s->active; o != NULL; o = o->next) {
+        for (uint32_t i = 0; i < o->count; i++) {
+            if (td_block_key_equal(&o->keys[i], key)) {
+                o->dropped[i] = true;
+            }
+        }
+    }
+    if (idx != TD_POOL_NONE) {
+        td_pool_unindex(s->pool, idx);
+        td_pool_unref(s->pool, idx); /* stored blocks hold one reference; the epoch moves on */
+    }
+}
+
+bool kvs_segment_handle(kvs_segment_t *s, const td_msg_t *msg)
+{
+    if (msg->type == TD_MSG_STORE_ORDER) {
+        handle_store_order(s, msg);
+        return true;
+    }
+    if (msg->type == TD_MSG_EVICT_ORDER) {
+        for (uint32_t i = 0; msg->u.blocks.term >= s->term && i < msg->u.blocks.count; i++) {
+            drop_key(s, &msg->u.blocks.keys[i]);
+        }
+        return true;
+    }
+    return false;
+}
+
+int kvs_segment_fd(const kvs_segment_t *s)
+{
+    return td_ring_fd(s->inbox);
+}
+
+void kvs_segment_completions(kvs_segment_t *s)
+{
+    void *item = NULL;
+
+    td_ring_drain_fd(s->inbox);
+    while (td_ring_pop(s->inbox, &item)) {
+        store_order_t *o = item;
+        store_order_t **link = &s->active;
+        while (*link != o) {
+            link = &(*link)->next;
+        }
+        *link = o->next;
+        s->fetching--;
+        order_finish(s, o, o->fetch.status);
+    }
+    start_waiting(s);
+}
+
+void kvs_segment_tick(kvs_segment_t *s)
+{
+    td_pool_counts_t c = td_pool_counts(s->pool);
+    uint32_t fetching = 0;
+
+    for (const store_order_t *o = s->active; o != NULL; o = o->next) {
+        for (uint32_t i = 0; i < o->count; i++) {
+            fetching += o->blocks[i] != TD_POOL_NONE;
+        }
+    }
+    /* Stored blocks hold a reference for the index, so that only the master's order evicts them; to an
+     * onlooker they are cached, and active are those on their way in. */
+    td_metric_set(s->states[0], c.free);
+    td_metric_set(s->states[1], c.reserved);
+    td_metric_set(s->states[2], c.cached + c.active - fetching);
+    td_metric_set(s->states[3], fetching);
+    td_metric_set(s->states[4], c.quarantined);
+}

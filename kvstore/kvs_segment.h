@@ -1,0 +1,32 @@
+/* kvs_segment.h - donated memory of the store: owns its blocks and their epochs, fetches what it is told
+ * to store from the writer, checks it, keeps it. Design: section 5.
+ * Threads: loop; fetches complete over an inbox the loop drains. */
+#pragma once
+
+#include <stdint.h>
+
+#include "common/base/td_metrics.h"
+#include "common/base/td_ring.h"
+#include "common/base/td_status.h"
+#include "common/kv/td_pool.h"
+#include "common/transfer/td_transfer.h"
+#include "common/wire/td_bus.h"
+#include "common/wire/td_member.h"
+
+#define KVS_FETCHES_MAX 64u /* store orders being fetched; more wait */
+#define KVS_WAITING_MAX 1024u
+
+typedef struct kvs_segment kvs_segment_t;
+
+/** Errors: TD_ERR_NO_MEMORY, TD_ERR_IO. The transfer's memory becomes the segment's. */
+TD_MUST_CHECK td_status_t kvs_segment_create(td_bus_t *bus, const td_member_t *member,
+                                             td_transfer_t *transfer, td_metrics_t *metrics,
+                                             uint32_t block_count, size_t block_bytes,
+                                             kvs_segment_t **out);
+/** The transfer must have been destroyed before. */
+void kvs_segment_destroy(kvs_segment_t *segment);
+bool kvs_segment_handle(kvs_segment_t *segment, const td_msg_t *msg);
+/** Descriptor to wait for, and what to call when it is readable. */
+int kvs_segment_fd(const kvs_segment_t *segment);
+void kvs_segment_completions(kvs_segment_t *segment);
+void kvs_segment_tick(kvs_segment_t *segment);

@@ -1,0 +1,229 @@
+/* tandem-kvstore: master, segment, or both. The master is the one process whose role says so (embedded
+ * coordination: the router tells everybody which it is). */
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+#include "common/transfer/td_transfer.h"
+#include "common/wire/td_member.h"
+#include "common/wire/td_proc.h"
+#include "kvstore/kvs_master.h"
+#include "kvstore/kvs_segment.h"
+
+#define TICK_MS 100u
+#define MESSAGES_PER_TICK 256u
+
+typedef struct app {
+    td_proc_t proc;
+    td_member_t *member;
+    td_transfer_t *transfer;
+    kvs_master_t *master;   /* NULL: role segment */
+    kvs_segment_t *segment; /* NULL until the router has told the block size; role master */
+    bool is_segment;
+    uint32_t block_count;
+} app_t;
+
+static const td_option_t options[] = {
+    TD_PROC_OPTIONS,
+    {"router", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the router"},
+    {"role", TD_OPTION_CHOICE, "both", "what this process is", 0, 0, "both|master|segment"},
+    {"capacity", TD_OPTION_BYTES, "512M", "memory donated to the store", 1 << 20, 1ull << 46},
+    {"keys-max", TD_OPTION_COUNT, "262144", "index entries of the master", 16, KVS_KEYS_MAX},
+};
+
+static void self_describe(const app_t *app, td_msg_register_t *self)
+{
+    memset(self, 0, sizeof(*self));
+    self->self.id = app->proc.id;
+    self->self.role = TD_ROLE_KVSTORE;
+    self->self.endpoint = td_bus_endpoint(app->proc.bus);
+    self->self.store_master = app->master != NULL;
+    self->http = td_statusd_address(app->proc.statusd);
+    self->numerics_class = "";
+    self->version = TD_VERSION;
+    if (app->transfer != NULL) {
+        const void *address = NULL;
+        const void *rkey = NULL;
+        td_msg_region_t *r = &self->self.region;
+        td_transfer_address(app->transfer, &address, &r->ucx_address.len, &rkey, &r->ucx_rkey.len,
+                            &r->base);
+        r->ucx_address.at = address;
+        r->ucx_rkey.at = rkey;
+    }
+}
+
+static td_status_t open_segment(app_t *app, uint32_t block_bytes)
+{
+    uint64_t capacity = td_config_u64(app->proc.config, "capacity");
+    td_transfer_config_t config = {.incarnation = td_bus_incarnation(app->proc.bus),
+                                   .metrics = app->proc.metrics,
+                                   .name_prefix = "tandem_kvstore"};
+    td_msg_register_t self;
+
+    config.block_count = (uint32_t)TD_MIN(capacity / block_bytes, (uint64_t)TD_POOL_BLOCKS_MAX);
+    config.block_bytes = block_bytes;
+    if (config.block_count == 0) {
+        TD_LOG_ERROR("capacity below one block", "capacity=%llu block_bytes=%u",
+                     (unsigned long long)capacity, block_bytes);
+        return TD_ERR_INVALID;
+    }
+    TD_LOG_INFO("segment memory", "blocks=%u block_bytes=%u", config.block_count, block_bytes);
+    TD_TRY(td_transfer_create(&config, &app->transfer));
+    app->block_count = config.block_count;
+    TD_TRY(kvs_segment_create(app->proc.bus, app->member, app->transfer, app->proc.metrics,
+                              config.block_count, block_bytes, &app->segment));
+    self_describe(app, &self);
+    self.self.region.block_count = config.block_count;
+    self.self.region.block_bytes = block_bytes;
+    return td_member_update(app->member, &self);
+}
+
+static void on_registered(void *ctx, const td_msg_registered_t *info)
+{
+    app_t *app = ctx;
+    if (app->is_segment && app->segment == NULL && info->block_bytes > 0 &&
+        open_segment(app, info->block_bytes) != TD_OK) {
+        TD_LOG_ERROR("segment not opened", "block_bytes=%u", info->block_bytes);
+        exit(1);
+    }
+}
+
+static void on_peer_up(void *ctx, const td_msg_peer_t *peer)
+{
+    app_t *app = ctx;
+    td_transfer_peer_t to = {.incarnation = peer->incarnation,
+                             .address = peer->region.ucx_address.at,
+                             .address_len = peer->region.ucx_address.len,
+                             .rkey = peer->region.ucx_rkey.at,
+                             .rkey_len = peer->region.ucx_rkey.len,
+                             .base = peer->region.base,
+                             .block_count = peer->region.block_count,
+                             .block_bytes = peer->region.block_bytes};
+
+    if (app->transfer != NULL && to.address_len > 0 && strcmp(peer->id, app->proc.id) != 0 &&
+        td_transfer_peer_add(app->transfer, &to) != TD_OK) {
+        TD_LOG_WARN("peer cannot be read", "peer=%s", peer->id);
+    }
+    if (app->master != NULL && peer->role == TD_ROLE_KVSTORE && to.block_count > 0) {
+        kvs_master_segment_up(app->master, peer->id, peer->incarnation, to.block_count);
+    }
+}
+
+static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
+{
+    app_t *app = ctx;
+    if (app->transfer != NULL) {
+        td_transfer_peer_remove(app->transfer, incarnation);
+    }
+    if (app->master != NULL) {
+        kvs_master_peer_down(app->master, id, incarnation);
+    }
+}
+
+static void on_fenced(void *ctx, uint64_t incarnation)
+{
+    app_t *app = ctx;
+    if (app->transfer != NULL) {
+        td_transfer_set_incarnation(app->transfer, incarnation);
+    }
+}
+
+static void drain_messages(app_t *app)
+{
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+
+    for (uint32_t i = 0; i < MESSAGES_PER_TICK; i++) {
+        if (td_bus_recv(app->proc.bus, &msg, &arena) != TD_OK) {
+            return;
+        }
+        if (!td_member_handle(app->member, &msg) &&
+            !(app->master != NULL && kvs_master_handle(app->master, &msg)) &&
+            !(app->segment != NULL && kvs_segment_handle(app->segment, &msg))) {
+            TD_LOG_DEBUG("message not for a store", "type=%d from=%s", (int)msg.type,
+                         msg.sender_id);
+        }
+        td_msg_arena_free(arena);
+    }
+}
+
+static void run(app_t *app)
+{
+    td_msg_heartbeat_t load = {0};
+    for (;;) {
+        int fds[2] = {app->proc.signal_fd, 0};
+        bool readable[2] = {false, false};
+        uint32_t count = 1;
+        if (app->segment != NULL) {
+            fds[count++] = kvs_segment_fd(app->segment);
+        }
+        td_bus_wait(app->proc.bus, fds, count, TICK_MS, readable);
+        if (readable[0]) {
+            TD_LOG_INFO("stopping", "why=signal");
+            return;
+        }
+        drain_messages(app);
+        if (count > 1) {
+            kvs_segment_completions(app->segment);
+            kvs_segment_tick(app->segment);
+        }
+        if (app->master != NULL) {
+            kvs_master_tick(app->master);
+        }
+        td_member_tick(app->member, &load);
+    }
+}
+
+static td_status_t start(app_t *app)
+{
+    const char *role = td_config_text(app->proc.config, "role");
+    const char *router = td_config_text(app->proc.config, "router");
+    td_member_events_t events = {.ctx = app,
+                                 .registered = on_registered,
+                                 .peer_up = on_peer_up,
+                                 .peer_down = on_peer_down,
+                                 .fenced = on_fenced};
+    td_msg_register_t self;
+
+    if (router == NULL) {
+        TD_LOG_ERROR("router not given", "expected=\"--router tcp://HOST:PORT\"");
+        return TD_ERR_INVALID;
+    }
+    TD_TRY(td_proc_open(&app->proc, true));
+    app->is_segment = strcmp(role, "master") != 0;
+    if (strcmp(role, "segment") != 0) {
+        /* A later master of this machine has a higher term; with etcd it is the leader key's revision. */
+        TD_TRY(kvs_master_create(app->proc.bus, NULL, app->proc.metrics,
+                                 (uint32_t)td_config_u64(app->proc.config, "keys-max"), td_wall_s(),
+                                 &app->master));
+    }
+    self_describe(app, &self);
+    TD_TRY(td_member_create(app->proc.bus, router, &self, &events, &app->member));
+    td_proc_announce(&app->proc, td_statusd_address(app->proc.statusd));
+    return TD_OK;
+}
+
+int main(int argc, char **argv)
+{
+    static app_t app;
+    td_config_next_t next =
+        td_proc_init(&app.proc, "tandem-kvstore", "kvstore",
+                     "Tandem's global KV store: master (index) and segment (memory).", options,
+                     TD_ARRAY_LEN(options), argc, argv);
+    int rc = next == TD_CONFIG_EXIT_USAGE ? 2 : 0;
+
+    if (next == TD_CONFIG_RUN) {
+        rc = start(&app) == TD_OK ? 0 : 1;
+        if (rc == 0) {
+            run(&app);
+        }
+    }
+    td_transfer_destroy(app.transfer);
+    kvs_segment_destroy(app.segment);
+    kvs_master_destroy(app.master);
+    td_member_destroy(app.member);
+    td_proc_fini(&app.proc);
+    return rc;
+}
