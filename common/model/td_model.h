@@ -18,7 +18,7 @@
 
 typedef enum td_precision {
     TD_PRECISION_FAST = 0, /* int8 activations */
-    TD_PRECISION_MIXED,    /* int16 for q, k, v, o and the head; int8 for the rest */
+    TD_PRECISION_MIXED,    /* int8 for gate and up, int16 for the rest */
     TD_PRECISION_EXACT     /* int16 throughout */
 } td_precision_t;
 
@@ -61,9 +61,10 @@ typedef struct td_model_row {
 
 typedef struct td_model td_model_t;
 
-/** Loads a model. Logs progress for long loads.
- * Errors: TD_ERR_INVALID (options or file; a line says what), TD_ERR_UNSUPPORTED (architecture or
- *         tensor type), TD_ERR_NO_MEMORY. */
+/** Loads a model. Logs progress for long loads. The file may be closed afterwards.
+ * Errors: TD_ERR_INVALID (options or file; a line says what), TD_ERR_UNSUPPORTED (architecture,
+ *         tensor type, or a tensor the forward pass does not know), TD_ERR_NO_MEMORY, TD_ERR_BUSY
+ *         (the system gives no more threads). */
 TD_MUST_CHECK td_status_t td_model_load(const td_gguf_t *gguf, const td_model_options_t *options,
                                         td_model_t **out);
 void td_model_destroy(td_model_t *model);

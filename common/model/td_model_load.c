@@ -239,8 +239,8 @@ static td_status_t load_layer(td_model_t *m, const td_gguf_t *gguf, uint32_t idx
     td_model_layer_t *l = &m->layers[idx];
     const uint32_t dim = m->info.embed_dim;
     const uint32_t ff = m->info.ff_dim;
-    const bool attn8 = m->options.precision == TD_PRECISION_FAST;
-    const bool ffn8 = m->options.precision != TD_PRECISION_EXACT;
+    const bool fast8 = m->options.precision == TD_PRECISION_FAST;
+    const bool mixed8 = m->options.precision != TD_PRECISION_EXACT;
     const struct {
         const char *name;
         uint32_t inputs;
@@ -248,10 +248,10 @@ static td_status_t load_layer(td_model_t *m, const td_gguf_t *gguf, uint32_t idx
         bool int8;
         td_cpu_matrix_t *out;
     } matrices[] = {
-        {"attn_q", dim, m->q_dim, attn8, &l->q},  {"attn_k", dim, m->kv_dim, attn8, &l->k},
-        {"attn_v", dim, m->kv_dim, attn8, &l->v}, {"attn_output", m->q_dim, dim, attn8, &l->o},
-        {"ffn_gate", dim, ff, ffn8, &l->gate},    {"ffn_up", dim, ff, ffn8, &l->up},
-        {"ffn_down", ff, dim, ffn8, &l->down},
+        {"attn_q", dim, m->q_dim, fast8, &l->q},  {"attn_k", dim, m->kv_dim, fast8, &l->k},
+        {"attn_v", dim, m->kv_dim, fast8, &l->v}, {"attn_output", m->q_dim, dim, fast8, &l->o},
+        {"ffn_gate", dim, ff, mixed8, &l->gate},  {"ffn_up", dim, ff, mixed8, &l->up},
+        {"ffn_down", ff, dim, fast8, &l->down},
     };
     char name[TENSOR_NAME_BYTES];
 

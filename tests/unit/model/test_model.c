@@ -1,0 +1,793 @@
+/* The forward pass: equal to a textbook one, and the same bits whatever is done to it (I1). Runs
+ * from the repository root; the tests on a real model want build/models. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "common/model/td_threads.h"
+#include "tests/unit/model/test_model_tiny.h"
+
+#define REAL_MODEL "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+static const td_gguf_type_t all_types[] = {TD_GGUF_F32,  TD_GGUF_F16,  TD_GGUF_BF16,
+                                           TD_GGUF_Q8_0, TD_GGUF_Q4_0, TD_GGUF_Q4_1};
+
+static bool has_avx2(void)
+{
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+#else
+    return false;
+#endif
+}
+
+/* --- a model with a pool ---------------------------------------------------------------------- */
+
+typedef struct rig {
+    td_model_t *model;
+    const td_model_info_t *info;
+    uint8_t *pool;
+    size_t pool_bytes;
+    uint32_t *blocks; /* [sequence][sequence_blocks] */
+    uint32_t sequence_blocks;
+    td_model_row_t *rows;
+} rig_t;
+
+static td_model_options_t default_options(void)
+{
+    return (td_model_options_t){.precision = TD_PRECISION_MIXED,
+                                .threads = 2,
+                                .rows_max = 512,
+                                .logit_rows_max = 16,
+                                .block_tokens = 16};
+}
+
+static void rig_init(rig_t *rig, const td_gguf_t *gguf, const td_model_options_t *options,
+                     uint32_t sequences, uint32_t tokens)
+{
+    uint32_t blocks = 0;
+
+    *rig = (rig_t){0};
+    assert_int_equal(td_model_load(gguf, options, &rig->model), TD_OK);
+    rig->info = td_model_info(rig->model);
+    rig->sequence_blocks = td_kv_blocks_for(&rig->info->kv, tokens);
+    blocks = sequences * rig->sequence_blocks;
+    rig->pool_bytes = blocks * td_kv_block_bytes(&rig->info->kv);
+    rig->pool = td_calloc(rig->pool_bytes, 1);
+    rig->blocks = td_calloc(blocks, sizeof(*rig->blocks));
+    rig->rows = td_calloc(options->rows_max, sizeof(*rig->rows));
+    assert_non_null(rig->pool);
+    assert_non_null(rig->blocks);
+    assert_non_null(rig->rows);
+    for (uint32_t i = 0; i < blocks; i++) {
+        rig->blocks[i] = i;
+    }
+}
+
+static void rig_fini(rig_t *rig)
+{
+    td_model_destroy(rig->model);
+    td_free(rig->pool);
+    td_free(rig->blocks);
+    td_free(rig->rows);
+}
+
+static uint32_t token_at(const rig_t *rig, uint32_t sequence, uint32_t position)
+{
+    return (position * 7919u + sequence * 104729u + 17u) % rig->info->vocab_size;
+}
+
+static void set_row(rig_t *rig, uint32_t row, uint32_t sequence, uint32_t position,
+                    bool want_logits)
+{
+    rig->rows[row] = (td_model_row_t){.token = token_at(rig, sequence, position),
+                                      .position = position,
+                                      .blocks = rig->blocks + sequence * rig->sequence_blocks,
+                                      .want_logits = want_logits};
+}
+
+/* Positions [0, tokens) of a sequence in chunks; logits of the last one of each chunk are asked
+ * for, those of the last position copied. Shape: out [vocab_size]. */
+static void prefill(rig_t *rig, uint32_t sequence, uint32_t tokens, uint32_t chunk, float *out)
+{
+    const float *logits = NULL;
+
+    for (uint32_t at = 0; at < tokens; at += chunk) {
+        uint32_t count = TD_MIN(chunk, tokens - at);
+        for (uint32_t i = 0; i < count; i++) {
+            set_row(rig, i, sequence, at + i, at + i + 1 == tokens);
+        }
+        assert_int_equal(
+            td_model_forward(rig->model, rig->pool, rig->rows, count, 0, NULL, NULL, &logits),
+            TD_OK);
+    }
+    memcpy(out, logits, rig->info->vocab_size * sizeof(*out));
+}
+
+static void assert_same_bits(const float *a, const float *b, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (memcmp(a + i, b + i, sizeof(*a)) != 0) {
+            fail_msg("entry %zu differs: %.9g %.9g", i, (double)a[i], (double)b[i]);
+        }
+    }
+}
+
+/* --- arithmetic: the two implementations side by side ------------------------------------------
+ */
+
+static float random_float(uint64_t *state, float scale)
+{
+    *state = *state * 6364136223846793005ull + 1442695040888963407ull;
+    return (float)((double)(*state >> 11) * 0x1p-52 - 1.0) * scale;
+}
+
+static void test_f16_conversion_is_exact_and_rounds_to_even(void **state)
+{
+    (void)state;
+    for (uint32_t half = 0; half < 0x10000; half++) {
+        float value = td_cpu_f32_from_f16((uint16_t)half);
+        uint16_t back = td_cpu_f16_from_f32(value);
+        if ((half & 0x7c00) == 0x7c00 && (half & 0x3ff) != 0) {
+            assert_true(isnan(value));
+            assert_int_equal(back, half | 0x200);
+        } else {
+            assert_int_equal(back, half);
+        }
+    }
+    assert_int_equal(td_cpu_f16_from_f32(1.0f + 0x1p-11f), 0x3c00);     /* tie: down */
+    assert_int_equal(td_cpu_f16_from_f32(1.0f + 3 * 0x1p-11f), 0x3c02); /* tie: up */
+    assert_int_equal(td_cpu_f16_from_f32(1.0f + 0x1p-11f + 0x1p-20f), 0x3c01);
+    assert_int_equal(td_cpu_f16_from_f32(0x1p-25f), 0); /* tie: to zero */
+    assert_int_equal(td_cpu_f16_from_f32(0x1.8p-25f), 1);
+    assert_int_equal(td_cpu_f16_from_f32(65519.0f), 0x7bff);
+    assert_int_equal(td_cpu_f16_from_f32(65520.0f), 0x7c00);
+    assert_int_equal(td_cpu_f16_from_f32(-1e30f), 0xfc00);
+}
+
+#if defined(__x86_64__)
+enum { ROW_FLOATS = 4096, K_WIDE = 1824, ROWS_WIDE = 37, OUTPUTS_WIDE = 53 };
+
+static void test_row_operations_have_the_same_bits(void **state)
+{
+    static float x[ROW_FLOATS];
+    static float w[ROW_FLOATS];
+    static float a[ROW_FLOATS];
+    static float b[ROW_FLOATS];
+    static int16_t qa[ROW_FLOATS];
+    static int16_t qb[ROW_FLOATS];
+    static float scales[4][ROW_FLOATS / 32];
+    const td_cpu_ops_t *p = &td_cpu_portable_ops;
+    const td_cpu_ops_t *v = &td_cpu_avx2_ops;
+    uint64_t seed = 1;
+    (void)state;
+
+    if (!has_avx2()) {
+        skip();
+    }
+    for (int round = 0; round < 8; round++) {
+        float scale = powf(10.0f, (float)(round * 3 - 12)); /* into subnormal halves and beyond */
+        for (int i = 0; i < ROW_FLOATS; i++) {
+            x[i] = i / 32 % 5 == 4 ? 0.0f : random_float(&seed, scale);
+            w[i] = random_float(&seed, 1.0f);
+        }
+        p->rms_norm(x, w, ROW_FLOATS, 1e-5f, a);
+        v->rms_norm(x, w, ROW_FLOATS, 1e-5f, b);
+        assert_same_bits(a, b, ROW_FLOATS);
+        memcpy(a, x, sizeof(a));
+        memcpy(b, x, sizeof(b));
+        p->swiglu(a, w, ROW_FLOATS);
+        v->swiglu(b, w, ROW_FLOATS);
+        assert_same_bits(a, b, ROW_FLOATS);
+        p->rotate(a, w, ROW_FLOATS);
+        v->rotate(b, w, ROW_FLOATS);
+        assert_same_bits(a, b, ROW_FLOATS);
+        p->add(a, w, ROW_FLOATS);
+        v->add(b, w, ROW_FLOATS);
+        assert_same_bits(a, b, ROW_FLOATS);
+        p->to_f16(x, (uint8_t *)qa, ROW_FLOATS);
+        v->to_f16(x, (uint8_t *)qb, ROW_FLOATS);
+        assert_memory_equal(qa, qb, sizeof(qa));
+        p->quantise16(x, ROW_FLOATS, TD_CPU_INT16_MAX, qa, scales[0], scales[1]);
+        v->quantise16(x, ROW_FLOATS, TD_CPU_INT16_MAX, qb, scales[2], scales[3]);
+        assert_memory_equal(qa, qb, sizeof(qa));
+        assert_memory_equal(scales[0], scales[2], 2 * sizeof(scales[0]));
+        p->quantise8(x, ROW_FLOATS, (int8_t *)qa, scales[0], scales[1]);
+        v->quantise8(x, ROW_FLOATS, (int8_t *)qb, scales[2], scales[3]);
+        assert_memory_equal(qa, qb, ROW_FLOATS);
+        assert_memory_equal(scales[0], scales[2], 2 * sizeof(scales[0]));
+    }
+}
+
+/* A product wide enough for several unpacked chunks, with narrow last panels. */
+static void product_both(td_gguf_type_t type, bool int8)
+{
+    static td_cpu_scratch_t scratch;
+    static float x[ROWS_WIDE * K_WIDE];
+    static int8_t q8[ROWS_WIDE * K_WIDE];
+    static int16_t q16[ROWS_WIDE * K_WIDE];
+    static float scales[4][ROWS_WIDE * K_WIDE / 32];
+    static float ya[ROWS_WIDE * OUTPUTS_WIDE];
+    static float yb[ROWS_WIDE * OUTPUTS_WIDE];
+    static const uint32_t row_counts[] = {1, 2, 3, 15, 16, 17, ROWS_WIDE};
+    td_cpu_acts_t acts = {x, q8, scales[0], scales[1], q16, scales[2], scales[3]};
+    tiny_t bytes = {.random = 7};
+    double *values = calloc(K_WIDE * OUTPUTS_WIDE, sizeof(double));
+    td_gguf_tensor_t tensor = {
+        .name = "wide", .dim_count = 2, .dims = {K_WIDE, OUTPUTS_WIDE, 1, 1}, .type = type};
+    td_cpu_matrix_t w;
+
+    assert_non_null(values);
+    for (size_t i = 0; i < (size_t)K_WIDE * OUTPUTS_WIDE; i++) {
+        values[i] = tiny_random(&bytes);
+    }
+    tiny_put_values(&bytes, type, values, (size_t)K_WIDE * OUTPUTS_WIDE);
+    tensor.bytes = bytes.bytes;
+    tensor.byte_count = bytes.len;
+    assert_int_equal(td_cpu_pack(&tensor, int8, &w), TD_OK);
+    for (int i = 0; i < ROWS_WIDE * K_WIDE; i++) {
+        x[i] = random_float(&bytes.random, 3.0f);
+    }
+    td_cpu_portable_ops.quantise8(x, ROWS_WIDE * K_WIDE, q8, scales[0], scales[1]);
+    td_cpu_portable_ops.quantise16(x, ROWS_WIDE * K_WIDE, TD_CPU_INT16_MAX, q16, scales[2],
+                                   scales[3]);
+    td_cpu_portable_ops.product(&w, &acts, ROWS_WIDE, ya, 0, w.panels, &scratch);
+    for (size_t i = 0; i < TD_ARRAY_LEN(row_counts); i++) {
+        memset(yb, 0xff, sizeof(yb));
+        td_cpu_avx2_ops.product(&w, &acts, row_counts[i], yb, 0, 2, &scratch);
+        td_cpu_avx2_ops.product(&w, &acts, row_counts[i], yb, 2, w.panels, &scratch);
+        assert_same_bits(ya, yb, row_counts[i] * OUTPUTS_WIDE);
+    }
+    for (uint32_t o = 0; o < OUTPUTS_WIDE; o++) { /* unpacking gives the file's numbers */
+        td_cpu_unpack_row(&w, o, x);
+        for (uint32_t k = 0; k < K_WIDE; k++) {
+            double want = values[o * K_WIDE + k];
+            assert_true(fabs((double)x[k] - want) <= 1e-6 * fabs(want) + 1e-7);
+        }
+    }
+    td_cpu_matrix_fini(&w);
+    free(values);
+    free(bytes.bytes);
+}
+
+static void test_products_have_the_same_bits(void **state)
+{
+    (void)state;
+    if (!has_avx2()) {
+        skip();
+    }
+    for (size_t i = 0; i < TD_ARRAY_LEN(all_types); i++) {
+        product_both(all_types[i], true);
+        product_both(all_types[i], false);
+    }
+}
+#endif
+
+/* --- tiny models -------------------------------------------------------------------------------
+ */
+
+enum { TINY_TOKENS = 75 }; /* three attention tiles, the last one partial */
+
+static double worst_relative_error(const tiny_t *tiny, rig_t *rig)
+{
+    static tiny_cache_t cache;
+    double want[TINY_VOCAB];
+    double worst = 0;
+
+    for (uint32_t p = 0; p < TINY_TOKENS; p++) {
+        const float *logits = NULL;
+        double largest = 0;
+        double difference = 0;
+        tiny_forward(tiny, &cache, token_at(rig, 0, p), p, want);
+        set_row(rig, 0, 0, p, true);
+        assert_int_equal(
+            td_model_forward(rig->model, rig->pool, rig->rows, 1, 0, NULL, NULL, &logits), TD_OK);
+        for (int i = 0; i < TINY_VOCAB; i++) {
+            largest = fmax(largest, fabs(want[i]));
+            difference = fmax(difference, fabs(want[i] - (double)logits[i]));
+        }
+        worst = fmax(worst, difference / largest);
+    }
+    return worst;
+}
+
+static void compare_with_textbook(const tiny_spec_t *spec, td_precision_t precision, double limit)
+{
+    td_model_options_t options = default_options();
+    td_gguf_t *gguf = NULL;
+    double worst = 0;
+    tiny_t tiny;
+    rig_t rig;
+
+    options.precision = precision;
+    tiny_init(&tiny, spec);
+    assert_int_equal(td_gguf_open_bytes(tiny.bytes, tiny.len, &gguf), TD_OK);
+    rig_init(&rig, gguf, &options, 1, TINY_TOKENS);
+    worst = worst_relative_error(&tiny, &rig);
+    print_message("type %d precision %d: worst relative error %.2e\n", (int)spec->type,
+                  (int)precision, worst);
+    assert_true(worst < limit);
+    rig_fini(&rig);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+static void test_tiny_models_match_the_textbook(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < TD_ARRAY_LEN(all_types); i++) {
+        bool is_float = all_types[i] != TD_GGUF_Q8_0 && all_types[i] != TD_GGUF_Q4_0 &&
+                        all_types[i] != TD_GGUF_Q4_1;
+        tiny_spec_t spec = {.type = all_types[i], .untied = i % 2 == 1};
+        for (int precision = TD_PRECISION_FAST; precision <= TD_PRECISION_EXACT; precision++) {
+            bool int8 = !is_float && precision != TD_PRECISION_EXACT;
+            compare_with_textbook(&spec, (td_precision_t)precision, int8 ? 0.1 : 1e-3);
+        }
+    }
+    compare_with_textbook(&(tiny_spec_t){.type = TD_GGUF_F32, .rope_dim = 8}, TD_PRECISION_EXACT,
+                          1e-3);
+}
+
+/* Loads the same bytes twice and compares KV and logits of chunked prefills. */
+static void compare_rigs(const tiny_spec_t *spec, const td_model_options_t *a,
+                         const td_model_options_t *b, uint32_t chunk_a, uint32_t chunk_b)
+{
+    float logits_a[TINY_VOCAB];
+    float logits_b[TINY_VOCAB];
+    td_gguf_t *gguf = NULL;
+    tiny_t tiny;
+    rig_t rig_a;
+    rig_t rig_b;
+
+    tiny_init(&tiny, spec);
+    assert_int_equal(td_gguf_open_bytes(tiny.bytes, tiny.len, &gguf), TD_OK);
+    rig_init(&rig_a, gguf, a, 1, TINY_TOKENS);
+    rig_init(&rig_b, gguf, b, 1, TINY_TOKENS);
+    td_gguf_close(gguf); /* nothing of the file is needed any more */
+    tiny_fini(&tiny);
+    prefill(&rig_a, 0, TINY_TOKENS, chunk_a, logits_a);
+    prefill(&rig_b, 0, TINY_TOKENS, chunk_b, logits_b);
+    assert_same_bits(logits_a, logits_b, TINY_VOCAB);
+    if (a->block_tokens == b->block_tokens) {
+        assert_memory_equal(rig_a.pool, rig_b.pool, rig_a.pool_bytes);
+    }
+    rig_fini(&rig_a);
+    rig_fini(&rig_b);
+}
+
+static void test_tiny_models_have_the_same_bits_on_every_isa(void **state)
+{
+    (void)state;
+    if (!has_avx2()) {
+        skip();
+    }
+    for (size_t i = 0; i < TD_ARRAY_LEN(all_types); i++) {
+        for (int precision = TD_PRECISION_FAST; precision <= TD_PRECISION_EXACT; precision++) {
+            tiny_spec_t spec = {.type = all_types[i], .untied = i % 2 == 0, .rope_dim = 8};
+            td_model_options_t portable = default_options();
+            td_model_options_t avx2 = default_options();
+            portable.precision = avx2.precision = (td_precision_t)precision;
+            portable.isa = TD_ISA_PORTABLE;
+            avx2.isa = TD_ISA_AVX2;
+            portable.threads = 1;
+            compare_rigs(&spec, &portable, &avx2, 1, 37);
+            compare_rigs(&spec, &portable, &avx2, TINY_TOKENS, 5);
+        }
+    }
+}
+
+static void test_block_size_and_threads_change_no_bit(void **state)
+{
+    tiny_spec_t spec = {.type = TD_GGUF_Q4_0};
+    td_model_options_t a = default_options();
+    td_model_options_t b = default_options();
+    (void)state;
+
+    b.block_tokens = 48; /* tiles of 32 then cross blocks */
+    b.threads = 5;       /* more than heads, panels or rows in places */
+    compare_rigs(&spec, &a, &b, 16, 29);
+}
+
+/* --- refusals ----------------------------------------------------------------------------------
+ */
+
+static td_status_t try_load(const tiny_spec_t *spec, const td_model_options_t *options)
+{
+    td_model_t *model = NULL;
+    td_gguf_t *gguf = NULL;
+    td_status_t status = TD_OK;
+    tiny_t tiny;
+
+    tiny_init(&tiny, spec);
+    assert_int_equal(td_gguf_open_bytes(tiny.bytes, tiny.len, &gguf), TD_OK);
+    status = td_model_load(gguf, options, &model);
+    if (status != TD_OK) {
+        assert_null(model);
+    }
+    td_model_destroy(model);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+    return status;
+}
+
+static void test_load_refuses_malformed_models(void **state)
+{
+    static const char *const tensors[] = {
+        "token_embd.weight",      "output_norm.weight",    "blk.1.attn_q.weight",
+        "blk.0.attn_k.weight",    "blk.0.attn_v.weight",   "blk.1.attn_output.weight",
+        "blk.0.ffn_gate.weight",  "blk.1.ffn_up.weight",   "blk.1.ffn_down.weight",
+        "blk.0.attn_norm.weight", "blk.1.ffn_norm.weight",
+    };
+    static const char *const keys[] = {
+        "llama.block_count",          "llama.context_length",
+        "llama.embedding_length",     "llama.feed_forward_length",
+        "llama.attention.head_count", "llama.attention.layer_norm_rms_epsilon"};
+    const td_model_options_t options = default_options();
+    (void)state;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(tensors); i++) {
+        tiny_spec_t shape = {.type = TD_GGUF_F16, .misshapen = tensors[i], .untied = true};
+        tiny_spec_t missing = {.type = TD_GGUF_F16, .leave_out = tensors[i]};
+        assert_int_equal(try_load(&shape, &options), TD_ERR_INVALID);
+        assert_int_equal(try_load(&missing, &options), TD_ERR_INVALID);
+    }
+    for (size_t i = 0; i < TD_ARRAY_LEN(keys); i++) {
+        tiny_spec_t missing = {.type = TD_GGUF_F16, .leave_out = keys[i]};
+        assert_int_equal(try_load(&missing, &options), TD_ERR_INVALID);
+    }
+    tiny_spec_t architecture = {.architecture = "mamba"};
+    tiny_spec_t bias = {.extra_tensor = "blk.0.attn_q.bias"};
+    tiny_spec_t heads = {.heads = 5};
+    tiny_spec_t rope = {.rope_dim = 24};
+    tiny_spec_t more_blocks = {.blocks = 3};
+    tiny_spec_t fewer_blocks = {.blocks = 1};
+    assert_int_equal(try_load(&architecture, &options), TD_ERR_UNSUPPORTED);
+    assert_int_equal(try_load(&bias, &options), TD_ERR_UNSUPPORTED);
+    assert_int_equal(try_load(&heads, &options), TD_ERR_UNSUPPORTED);
+    assert_int_equal(try_load(&rope, &options), TD_ERR_UNSUPPORTED);
+    assert_int_equal(try_load(&more_blocks, &options), TD_ERR_INVALID);
+    assert_int_equal(try_load(&fewer_blocks, &options), TD_ERR_UNSUPPORTED);
+}
+
+static void test_load_refuses_bad_options(void **state)
+{
+    const tiny_spec_t spec = {.type = TD_GGUF_F32};
+    td_model_options_t bad[9];
+    (void)state;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(bad); i++) {
+        bad[i] = default_options();
+    }
+    bad[0].threads = 0;
+    bad[1].threads = TD_THREADS_MAX + 1;
+    bad[2].rows_max = 0;
+    bad[3].rows_max = TD_MODEL_ROWS_MAX + 1;
+    bad[4].logit_rows_max = bad[4].rows_max + 1;
+    bad[5].block_tokens = 0;
+    bad[6].block_tokens = 24;
+    bad[7].context_max = TINY_CONTEXT + 1;
+    bad[8].precision = (td_precision_t)3;
+    for (size_t i = 0; i < TD_ARRAY_LEN(bad); i++) {
+        assert_int_equal(try_load(&spec, &bad[i]), TD_ERR_INVALID);
+    }
+}
+
+#define TINY_RIG(rig, gguf, tiny)                                                                  \
+    tiny_init(&(tiny), &(tiny_spec_t){.type = TD_GGUF_Q8_0});                                      \
+    assert_int_equal(td_gguf_open_bytes((tiny).bytes, (tiny).len, &(gguf)), TD_OK);                \
+    rig_init(&(rig), (gguf), &options, 2, TINY_CONTEXT);                                           \
+    td_gguf_close(gguf);                                                                           \
+    tiny_fini(&(tiny))
+
+static void test_info_says_what_was_loaded(void **state)
+{
+    const td_model_options_t options = default_options();
+    td_gguf_t *gguf = NULL;
+    tiny_t tiny;
+    rig_t rig;
+    (void)state;
+
+    TINY_RIG(rig, gguf, tiny);
+    assert_string_equal(rig.info->name, "tiny?? model");
+    assert_string_equal(rig.info->numerics_class, "cpu/mixed/r1");
+    assert_int_equal(rig.info->vocab_size, TINY_VOCAB);
+    assert_int_equal(rig.info->context_max, TINY_CONTEXT);
+    assert_int_equal(rig.info->kv.layers, TINY_LAYERS);
+    assert_int_equal(rig.info->kv.kv_heads, TINY_KV_HEADS);
+    assert_int_equal(rig.info->kv.head_dim, TINY_HEAD_DIM);
+    rig_fini(&rig);
+}
+
+static void test_forward_refuses_bad_rows_and_writes_nothing(void **state)
+{
+    td_model_options_t options = default_options();
+    const float *logits = NULL;
+    td_gguf_t *gguf = NULL;
+    tiny_t tiny;
+    rig_t rig;
+    (void)state;
+
+    options.rows_max = 8;
+    options.logit_rows_max = 2;
+    TINY_RIG(rig, gguf, tiny);
+    for (int bad = 0; bad < 7; bad++) {
+        uint32_t count = 4;
+        for (uint32_t i = 0; i < 4; i++) {
+            set_row(&rig, i, 0, i, i == 3);
+        }
+        switch (bad) {
+        case 0:
+            rig.rows[2].token = TINY_VOCAB;
+            break;
+        case 1:
+            rig.rows[3].position = TINY_CONTEXT;
+            break;
+        case 2:
+            rig.rows[1].blocks = NULL;
+            break;
+        case 3:
+            rig.rows[2].position = 1; /* twice */
+            break;
+        case 4:
+            count = 0;
+            break;
+        case 5:
+            count = 9;
+            break;
+        default:
+            rig.rows[0].want_logits = rig.rows[1].want_logits = true;
+            break;
+        }
+        assert_int_equal(
+            td_model_forward(rig.model, rig.pool, rig.rows, count, 0, NULL, NULL, &logits),
+            TD_ERR_INVALID);
+        assert_null(logits);
+    }
+    for (size_t i = 0; i < rig.pool_bytes; i++) {
+        assert_int_equal(rig.pool[i], 0);
+    }
+    rig_fini(&rig);
+}
+
+typedef struct reports {
+    uint32_t end;
+    uint32_t count;
+    bool in_order;
+} reports_t;
+
+static void on_layers(void *ctx, uint32_t begin, uint32_t end)
+{
+    reports_t *r = ctx;
+    r->in_order = r->in_order && begin == r->end && end > begin;
+    r->end = end;
+    r->count++;
+}
+
+static void test_forward_reports_layers_in_order_and_never_allocates(void **state)
+{
+    static const uint32_t counts[] = {1, TINY_LAYERS, 1, 1}; /* by layers_step */
+    const td_model_options_t options = default_options();
+    const float *logits = NULL;
+    uint64_t allocations = 0;
+    td_gguf_t *gguf = NULL;
+    tiny_t tiny;
+    rig_t rig;
+    (void)state;
+
+    TINY_RIG(rig, gguf, tiny);
+    allocations = td_alloc_count();
+    for (uint32_t step = 0; step < TD_ARRAY_LEN(counts); step++) {
+        reports_t reports = {.in_order = true};
+        for (uint32_t i = 0; i < 40; i++) {
+            set_row(&rig, i, 0, i, i >= 30);
+        }
+        assert_int_equal(
+            td_model_forward(rig.model, rig.pool, rig.rows, 40, step, on_layers, &reports, &logits),
+            TD_OK);
+        assert_true(reports.in_order);
+        assert_int_equal(reports.end, TINY_LAYERS);
+        assert_int_equal(reports.count, counts[step]);
+    }
+    assert_true(td_alloc_count() == allocations);
+    rig_fini(&rig);
+}
+
+/* Prefill chunks of one sequence, decode rows of another, and a gap, in one pass. */
+static void test_mixed_pass_equals_separate_passes(void **state)
+{
+    const td_model_options_t options = default_options();
+    const float *logits = NULL;
+    float alone[2][TINY_VOCAB];
+    float ignored[TINY_VOCAB];
+    td_gguf_t *gguf = NULL;
+    tiny_t tiny;
+    rig_t rig;
+    (void)state;
+
+    TINY_RIG(rig, gguf, tiny);
+    prefill(&rig, 0, 60, 60, alone[0]);
+    prefill(&rig, 1, 34, 34, alone[1]);
+    memset(rig.pool, 0, rig.pool_bytes);
+    prefill(&rig, 0, 35, 35, ignored);
+    prefill(&rig, 1, 33, 33, ignored);
+    set_row(&rig, 0, 1, 33, true);
+    for (uint32_t i = 0; i < 25; i++) {
+        set_row(&rig, 1 + i, 0, 35 + i, i == 24);
+    }
+    assert_int_equal(td_model_forward(rig.model, rig.pool, rig.rows, 26, 0, NULL, NULL, &logits),
+                     TD_OK);
+    assert_same_bits(logits, alone[1], TINY_VOCAB);
+    assert_same_bits(logits + TINY_VOCAB, alone[0], TINY_VOCAB);
+    rig_fini(&rig);
+}
+
+/* --- the real model -----------------------------------------------------------------------------
+ */
+
+enum { REAL_TOKENS = 260, REAL_SEQUENCES = 8 };
+
+typedef struct real {
+    td_gguf_t *gguf;
+    rig_t rig; /* 2 threads, best instruction set */
+    float *a;  /* [vocab_size] */
+    float *b;  /* [vocab_size] */
+} real_t;
+
+static int real_setup(void **state)
+{
+    static real_t real;
+    td_model_options_t options = default_options();
+
+    if (td_gguf_open(REAL_MODEL, &real.gguf) != TD_OK) {
+        print_message("no model at " REAL_MODEL " (run from the repository root, `make model`)\n");
+        return -1;
+    }
+    rig_init(&real.rig, real.gguf, &options, REAL_SEQUENCES, REAL_TOKENS + 8);
+    real.a = td_calloc(real.rig.info->vocab_size, sizeof(float));
+    real.b = td_calloc(real.rig.info->vocab_size, sizeof(float));
+    *state = &real;
+    return real.a != NULL && real.b != NULL ? 0 : -1;
+}
+
+static int real_teardown(void **state)
+{
+    real_t *real = *state;
+    rig_fini(&real->rig);
+    td_gguf_close(real->gguf);
+    td_free(real->a);
+    td_free(real->b);
+    return 0;
+}
+
+static void test_chunk_size_changes_no_bit(void **state)
+{
+    static const uint32_t chunks[] = {1, 7, 16, 64, 512};
+    real_t *real = *state;
+    rig_t *rig = &real->rig;
+
+    prefill(rig, 0, REAL_TOKENS, 128, real->a);
+    for (size_t i = 0; i < TD_ARRAY_LEN(chunks); i++) {
+        size_t half = rig->sequence_blocks * td_kv_block_bytes(&rig->info->kv);
+        memset(rig->pool + half, 0, half);
+        /* The same tokens into another sequence's blocks. */
+        for (uint32_t at = 0; at < REAL_TOKENS; at += chunks[i]) {
+            uint32_t count = TD_MIN(chunks[i], REAL_TOKENS - at);
+            const float *logits = NULL;
+            for (uint32_t r = 0; r < count; r++) {
+                set_row(rig, r, 0, at + r, at + r + 1 == REAL_TOKENS);
+                rig->rows[r].blocks = rig->blocks + rig->sequence_blocks;
+            }
+            assert_int_equal(
+                td_model_forward(rig->model, rig->pool, rig->rows, count, 0, NULL, NULL, &logits),
+                TD_OK);
+            if (at + count == REAL_TOKENS) {
+                assert_same_bits(real->a, logits, rig->info->vocab_size);
+            }
+        }
+        assert_memory_equal(rig->pool, rig->pool + half, half);
+    }
+}
+
+static void test_batch_changes_no_bit(void **state)
+{
+    real_t *real = *state;
+    rig_t *rig = &real->rig;
+    const size_t vocab = rig->info->vocab_size;
+    float *alone = td_calloc(REAL_SEQUENCES * vocab, sizeof(float));
+    const float *logits = NULL;
+
+    assert_non_null(alone);
+    for (uint32_t s = 0; s < REAL_SEQUENCES; s++) {
+        uint32_t tokens = 5 + 9 * s; /* different lengths, across tiles */
+        prefill(rig, s, tokens, 64, real->a);
+        set_row(rig, 0, s, tokens, true);
+        assert_int_equal(
+            td_model_forward(rig->model, rig->pool, rig->rows, 1, 0, NULL, NULL, &logits), TD_OK);
+        memcpy(alone + s * vocab, logits, vocab * sizeof(float));
+    }
+    for (uint32_t s = 0; s < REAL_SEQUENCES; s++) {
+        set_row(rig, s, s, 5 + 9 * s, true);
+    }
+    assert_int_equal(
+        td_model_forward(rig->model, rig->pool, rig->rows, REAL_SEQUENCES, 0, NULL, NULL, &logits),
+        TD_OK);
+    assert_same_bits(alone, logits, REAL_SEQUENCES * vocab);
+    td_free(alone);
+}
+
+static void test_scrambled_blocks_change_no_bit(void **state)
+{
+    real_t *real = *state;
+    rig_t *rig = &real->rig;
+    const uint32_t count = REAL_SEQUENCES * rig->sequence_blocks;
+
+    prefill(rig, 0, 100, 64, real->a);
+    for (uint32_t i = 0; i < count; i++) {
+        rig->blocks[i] = (i * 37 + 11) % count; /* a permutation: count is no multiple of 37 */
+    }
+    assert_true(count % 37 != 0);
+    memset(rig->pool, 0x7e, rig->pool_bytes); /* NaN where nothing is written */
+    prefill(rig, 0, 100, 33, real->b);
+    assert_same_bits(real->a, real->b, rig->info->vocab_size);
+    for (uint32_t i = 0; i < count; i++) {
+        rig->blocks[i] = i;
+    }
+    memset(rig->pool, 0, rig->pool_bytes);
+}
+
+static void test_threads_and_isa_change_no_bit(void **state)
+{
+    real_t *real = *state;
+    td_model_options_t options = default_options();
+    rig_t other;
+
+    prefill(&real->rig, 0, 40, 40, real->a);
+    options.threads = 1;
+    rig_init(&other, real->gguf, &options, 1, 40);
+    prefill(&other, 0, 40, 40, real->b);
+    assert_same_bits(real->a, real->b, real->rig.info->vocab_size);
+    rig_fini(&other);
+
+    prefill(&real->rig, 0, 6, 6, real->a);
+    options.threads = 2;
+    options.isa = TD_ISA_PORTABLE;
+    rig_init(&other, real->gguf, &options, 1, 40);
+    prefill(&other, 0, 6, 4, real->b);
+    assert_same_bits(real->a, real->b, real->rig.info->vocab_size);
+    rig_fini(&other);
+}
+
+int main(void)
+{
+    const struct CMUnitTest arithmetic[] = {
+        cmocka_unit_test(test_f16_conversion_is_exact_and_rounds_to_even),
+#if defined(__x86_64__)
+        cmocka_unit_test(test_row_operations_have_the_same_bits),
+        cmocka_unit_test(test_products_have_the_same_bits),
+#endif
+    };
+    const struct CMUnitTest tiny[] = {
+        cmocka_unit_test(test_tiny_models_match_the_textbook),
+        cmocka_unit_test(test_tiny_models_have_the_same_bits_on_every_isa),
+        cmocka_unit_test(test_block_size_and_threads_change_no_bit),
+        cmocka_unit_test(test_load_refuses_malformed_models),
+        cmocka_unit_test(test_load_refuses_bad_options),
+        cmocka_unit_test(test_info_says_what_was_loaded),
+        cmocka_unit_test(test_forward_refuses_bad_rows_and_writes_nothing),
+        cmocka_unit_test(test_forward_reports_layers_in_order_and_never_allocates),
+        cmocka_unit_test(test_mixed_pass_equals_separate_passes),
+    };
+    const struct CMUnitTest real[] = {
+        cmocka_unit_test(test_chunk_size_changes_no_bit),
+        cmocka_unit_test(test_batch_changes_no_bit),
+        cmocka_unit_test(test_scrambled_blocks_change_no_bit),
+        cmocka_unit_test(test_threads_and_isa_change_no_bit),
+    };
+    int failed = cmocka_run_group_tests(arithmetic, NULL, NULL);
+    failed += cmocka_run_group_tests(tiny, NULL, NULL);
+    failed += cmocka_run_group_tests(real, real_setup, real_teardown);
+    return failed;
+}
