@@ -42,15 +42,38 @@ void td_seq_adopt(td_seq_t *seq, uint32_t block_idx)
     seq->blocks[seq->block_count++] = block_idx;
 }
 
-uint32_t td_seq_grow(td_seq_t *seq)
+uint32_t td_seq_fini_quarantine(td_seq_t *seq, uint32_t *quarantined_out)
+{
+    uint32_t count = 0;
+
+    while (seq->block_count > 0) {
+        uint32_t idx = seq->blocks[--seq->block_count];
+        if (td_pool_refs(seq->pool, idx) == 1 && !td_pool_is_indexed(seq->pool, idx)) {
+            td_pool_quarantine(seq->pool, idx);
+            quarantined_out[count++] = idx;
+        } else {
+            td_pool_unref(seq->pool, idx);
+        }
+    }
+    td_seq_fini(seq);
+    return count;
+}
+
+uint32_t td_seq_grow_raw(td_seq_t *seq)
 {
     uint32_t idx = 0;
     TD_ASSERT(seq->reserved > 0);
     seq->reserved--;
     idx = td_pool_take_reserved(seq->pool);
+    td_seq_adopt(seq, idx);
+    return idx;
+}
+
+uint32_t td_seq_grow(td_seq_t *seq)
+{
+    uint32_t idx = td_seq_grow_raw(seq);
     /* Unused slots travel with a partial block, and must not carry another request's numbers. */
     memset(td_pool_bytes(seq->pool, idx), 0, td_pool_block_bytes(seq->pool));
-    td_seq_adopt(seq, idx);
     return idx;
 }
 

@@ -44,8 +44,10 @@ static void pack_nibbles(td_cpu_form_t form, uint32_t row, const uint8_t *nibble
         for (uint32_t t = 0; t < 4; t++) {
             uint32_t k = 8 * j + 2 * t;
             uint32_t shift = k < 16 ? 0 : 4;
-            lane |= (uint32_t)(nibbles[k % 16] >> shift & 15u) << (4 * t);
-            lane |= (uint32_t)(nibbles[k % 16 + 1] >> shift & 15u) << (16 + 4 * t);
+            uint32_t even = nibbles[k % 16];
+            uint32_t odd = nibbles[k % 16 + 1];
+            lane |= (even >> shift & 15u) << (4 * t);
+            lane |= (odd >> shift & 15u) << (16 + 4 * t);
         }
         memcpy(group + j * 32 + row * 4, &lane, 4);
     }
@@ -224,8 +226,8 @@ static void unpack_row_q4(const td_cpu_matrix_t *m, const uint8_t *group, uint32
         float minimum = td_cpu_f32_from_f16(td_cpu_load_u16(group + 144 + 2 * lane));
         for (uint32_t k = 0; k < TD_CPU_GROUP; k++) {
             nibble_place_t place = nibble_place(m->form, lane, k);
-            uint32_t q = group[place.byte_idx] >> place.shift & 15u;
-            *out++ = fmaf((float)q, scale, minimum);
+            uint32_t byte = group[place.byte_idx];
+            *out++ = fmaf((float)(byte >> place.shift & 15u), scale, minimum);
         }
     }
 }

@@ -1,0 +1,328 @@
+#include "common/node/td_node.h"
+
+#include <string.h>
+#include <unistd.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+
+static td_status_t open_model(td_node_t *n, const td_node_setup_t *setup)
+{
+    const td_config_t *c = n->proc.config;
+    const char *path = td_config_text(c, "model");
+    td_model_options_t options = {
+        .threads = (uint32_t)td_config_u64(c, "threads"),
+        .rows_max = setup->rows_max,
+        .logit_rows_max = setup->logit_rows_max,
+        .context_max = (uint32_t)td_config_u64(c, "context-max"),
+        .block_tokens = (uint32_t)td_config_u64(c, "block-tokens"),
+    };
+
+    if (path == NULL || td_config_text(c, "router") == NULL) {
+        TD_LOG_ERROR("option missing", "expected=\"--model FILE and --router ENDPOINT\"");
+        return TD_ERR_INVALID;
+    }
+    if (options.threads == 0) {
+        long cpus = sysconf(_SC_NPROCESSORS_ONLN);
+        options.threads = cpus > 0 ? (uint32_t)TD_MIN(cpus, (long)TD_NODE_THREADS_MAX) : 1;
+    }
+    TD_TRY(td_precision_parse(td_config_text(c, "precision"), &options.precision));
+    TD_TRY(td_gguf_open(path, &n->gguf));
+    TD_TRY(td_tokenizer_create(n->gguf, &n->tokenizer));
+    TD_TRY(td_model_load(n->gguf, &options, &n->model));
+    n->info = td_model_info(n->model);
+    for (uint32_t id = 0; id < n->info->vocab_size; id++) {
+        if (td_tokenizer_is_stop(n->tokenizer, id) && n->stop_count < TD_NODE_STOP_IDS_MAX) {
+            n->stop_ids[n->stop_count++] = id;
+        }
+    }
+    return TD_OK;
+}
+
+static td_status_t open_pool(td_node_t *n, const td_node_setup_t *setup)
+{
+    const td_kv_layout_t *layout = td_node_layout(n);
+    size_t block_bytes = td_kv_block_bytes(layout);
+    uint64_t blocks = TD_MIN(setup->kv_bytes / block_bytes, (uint64_t)TD_POOL_BLOCKS_MAX);
+    uint32_t context_blocks = td_kv_blocks_for(layout, n->info->context_max);
+    td_transfer_config_t config = {.block_count = (uint32_t)blocks,
+                                   .block_bytes = block_bytes,
+                                   .incarnation = n->proc.incarnation,
+                                   .metrics = n->proc.metrics,
+                                   .name_prefix = setup->metric_prefix};
+
+    TD_LOG_INFO("kv size",
+                "bytes_per_token=%zu block_tokens=%u block_bytes=%zu blocks=%llu tokens=%llu "
+                "context_max=%u requests_of_full_context=%llu",
+                td_kv_token_bytes(layout), layout->block_tokens, block_bytes,
+                (unsigned long long)blocks, (unsigned long long)blocks * layout->block_tokens,
+                n->info->context_max, (unsigned long long)(blocks / context_blocks));
+    if (blocks < context_blocks) {
+        TD_LOG_WARN("kv memory holds no request of full context", "blocks=%llu needed=%u",
+                    (unsigned long long)blocks, context_blocks);
+    }
+    if (blocks == 0) {
+        TD_LOG_ERROR("kv memory below one block", "kv_bytes=%llu block_bytes=%zu",
+                     (unsigned long long)setup->kv_bytes, block_bytes);
+        return TD_ERR_INVALID;
+    }
+    TD_TRY(td_transfer_create(&config, &n->transfer));
+    TD_TRY(td_pool_create(td_transfer_memory(n->transfer), (uint32_t)blocks, block_bytes,
+                          &n->pool));
+    td_transfer_set_pool(n->transfer, n->pool);
+    return td_ring_create(TD_NODE_FETCHES_MAX, &n->fetched);
+}
+
+static void declare_metrics(td_node_t *n, const td_node_setup_t *setup)
+{
+    static const char *const labels[] = {"state=\"free\"", "state=\"reserved\"",
+                                         "state=\"cached\"", "state=\"active\"",
+                                         "state=\"quarantined\""};
+    for (uint32_t i = 0; i < TD_ARRAY_LEN(labels); i++) {
+        n->kv_states[i] = td_metrics_gauge(n->proc.metrics, setup->kv_metric, labels[i],
+                                           "KV blocks by state; they always add up to the pool");
+    }
+    n->checksum_failures = td_metrics_counter(n->proc.metrics, setup->checksum_metric, NULL,
+                                              "fetched blocks whose bytes were not the named ones");
+}
+
+void td_node_update_kv_metrics(td_node_t *n)
+{
+    td_pool_counts_t c = td_pool_counts(n->pool);
+    td_metric_set(n->kv_states[0], c.free);
+    td_metric_set(n->kv_states[1], c.reserved);
+    td_metric_set(n->kv_states[2], c.cached);
+    td_metric_set(n->kv_states[3], c.active);
+    td_metric_set(n->kv_states[4], c.quarantined);
+}
+
+static void on_registered(void *ctx, const td_msg_registered_t *info)
+{
+    td_node_t *n = ctx;
+    if (n->events.registered != NULL) {
+        n->events.registered(n->events.ctx, info);
+    }
+}
+
+static void on_peer_up(void *ctx, const td_msg_peer_t *peer)
+{
+    td_node_t *n = ctx;
+    td_transfer_peer_t to = {.incarnation = peer->incarnation,
+                             .address = peer->region.ucx_address.at,
+                             .address_len = peer->region.ucx_address.len,
+                             .rkey = peer->region.ucx_rkey.at,
+                             .rkey_len = peer->region.ucx_rkey.len,
+                             .base = peer->region.base,
+                             .block_count = peer->region.block_count,
+                             .block_bytes = peer->region.block_bytes};
+
+    if (to.address_len > 0 && strcmp(peer->id, n->proc.id) != 0 &&
+        td_transfer_peer_add(n->transfer, &to) != TD_OK) {
+        TD_LOG_WARN("peer cannot be read", "peer=%s", peer->id);
+    }
+    if (n->events.peer_up != NULL) {
+        n->events.peer_up(n->events.ctx, peer);
+    }
+}
+
+static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
+{
+    td_node_t *n = ctx;
+    td_transfer_peer_remove(n->transfer, incarnation);
+    if (n->events.peer_down != NULL) {
+        n->events.peer_down(n->events.ctx, id, incarnation);
+    }
+}
+
+static void on_fenced(void *ctx, uint64_t incarnation)
+{
+    td_node_t *n = ctx;
+    td_transfer_set_incarnation(n->transfer, incarnation);
+    if (n->events.fenced != NULL) {
+        n->events.fenced(n->events.ctx, incarnation);
+    }
+}
+
+static td_status_t open_membership(td_node_t *n)
+{
+    td_member_events_t events = {.ctx = n,
+                                 .registered = on_registered,
+                                 .peer_up = on_peer_up,
+                                 .peer_down = on_peer_down,
+                                 .fenced = on_fenced};
+    td_msg_register_t self = {.http = td_statusd_address(n->proc.statusd),
+                              .numerics_class = n->info->numerics_class,
+                              .context_max = n->info->context_max,
+                              .version = TD_VERSION};
+    td_msg_region_t *region = &self.self.region;
+    const void *address = NULL;
+    const void *rkey = NULL;
+    td_block_root_t root;
+    td_block_key_t probe;
+
+    td_node_root(n, "", 0, &root);
+    td_block_probe_key(&root, td_node_layout(n)->block_tokens, &probe);
+    td_transfer_address(n->transfer, &address, &region->ucx_address.len, &rkey,
+                        &region->ucx_rkey.len, &region->base);
+    region->ucx_address.at = address;
+    region->ucx_rkey.at = rkey;
+    region->block_count = td_pool_counts(n->pool).total;
+    region->block_bytes = (uint32_t)td_pool_block_bytes(n->pool);
+    self.self.id = n->proc.id;
+    self.self.role = n->role;
+    self.self.endpoint = td_bus_endpoint(n->proc.bus);
+    self.fingerprint = (td_bytes_t){n->info->fingerprint, sizeof(n->info->fingerprint)};
+    self.probe_key = (td_bytes_t){probe.bytes, sizeof(probe.bytes)};
+    return td_member_create(n->proc.bus, td_config_text(n->proc.config, "router"), &self, &events,
+                            &n->member);
+}
+
+td_status_t td_node_open(td_node_t *n, const td_node_setup_t *setup)
+{
+    n->role = setup->role;
+    n->events = setup->events;
+    declare_metrics(n, setup);
+    TD_TRY(open_model(n, setup));
+    TD_TRY(open_pool(n, setup));
+    TD_TRY(td_worker_create(&n->worker));
+    TD_TRY(td_proc_open(&n->proc, true));
+    TD_TRY(open_membership(n));
+    td_proc_announce(&n->proc, td_statusd_address(n->proc.statusd));
+    return TD_OK;
+}
+
+void td_node_stop(td_node_t *n)
+{
+    td_node_fetch_t *job = NULL;
+
+    td_worker_destroy(n->worker);
+    n->worker = NULL;
+    td_transfer_destroy(n->transfer); /* completes every fetch into the ring */
+    n->transfer = NULL;
+    while (n->fetched != NULL && (job = td_node_fetch_next(n)) != NULL) {
+        td_node_fetch_free(job);
+    }
+}
+
+void td_node_close(td_node_t *n)
+{
+    td_node_stop(n);
+    td_pool_destroy(n->pool);
+    td_ring_destroy(n->fetched);
+    td_member_destroy(n->member);
+    td_model_destroy(n->model);
+    td_tokenizer_destroy(n->tokenizer);
+    td_gguf_close(n->gguf);
+    td_proc_fini(&n->proc);
+}
+
+void td_node_root(const td_node_t *n, const void *salt, size_t salt_len, td_block_root_t *out)
+{
+    td_block_root_fields_t fields = {.fingerprint = n->info->fingerprint,
+                                     .numerics_class = n->info->numerics_class,
+                                     .layout_version = TD_KV_LAYOUT_VERSION,
+                                     .codec = TD_KV_CODEC_F16,
+                                     .block_tokens = n->info->kv.block_tokens,
+                                     .adapter = "",
+                                     .salt = salt_len == 0 ? "" : salt,
+                                     .salt_len = salt_len};
+    td_block_root_make(n->proc.secret, &fields, out);
+}
+
+const td_kv_layout_t *td_node_layout(const td_node_t *n)
+{
+    return &n->info->kv;
+}
+
+void td_node_forget(td_node_t *n, uint64_t ticket, uint32_t attempt)
+{
+    n->forgotten_ticket[n->forgotten_next] = ticket;
+    n->forgotten_attempt[n->forgotten_next] = attempt;
+    n->forgotten_next = (n->forgotten_next + 1) % TD_NODE_FORGOTTEN_MAX;
+}
+
+bool td_node_is_forgotten(const td_node_t *n, uint64_t ticket, uint32_t attempt)
+{
+    for (uint32_t i = 0; i < TD_NODE_FORGOTTEN_MAX; i++) {
+        if (n->forgotten_ticket[i] == ticket && attempt <= n->forgotten_attempt[i]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* --- fetch jobs ------------------------------------------------------------------------------- */
+
+static void on_fetch_complete(td_fetch_t *fetch)
+{
+    td_node_fetch_t *job = fetch->ctx;
+    /* The ring holds as many as may be under way. */
+    TD_ASSERT(td_ring_push(job->node->fetched, job) == TD_OK);
+}
+
+td_node_fetch_t *td_node_fetch_new(td_node_t *n, uint64_t peer_incarnation, uint32_t piece_count)
+{
+    td_node_fetch_t *job = NULL;
+
+    if (n->fetches >= TD_NODE_FETCHES_MAX || piece_count > TD_TRANSFER_PIECES_MAX) {
+        return NULL;
+    }
+    job = td_calloc(1, sizeof(*job) + piece_count * sizeof(job->pieces[0]));
+    if (job != NULL) {
+        job->node = n;
+        job->fetch.peer = peer_incarnation;
+        job->fetch.piece_count = piece_count;
+        job->fetch.pieces = job->pieces;
+        job->fetch.complete = on_fetch_complete;
+        job->fetch.ctx = job;
+        job->fetch.deadline_ns = td_now_ns() + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+    }
+    return job;
+}
+
+td_status_t td_node_fetch_submit(td_node_fetch_t *job)
+{
+    td_status_t status = td_transfer_fetch(job->node->transfer, &job->fetch);
+    if (status != TD_OK) {
+        td_free(job);
+        return status;
+    }
+    job->node->fetches++;
+    return TD_OK;
+}
+
+td_node_fetch_t *td_node_fetch_next(td_node_t *n)
+{
+    void *item = NULL;
+    if (!td_ring_pop(n->fetched, &item)) {
+        return NULL;
+    }
+    n->fetches--;
+    return item;
+}
+
+void td_node_fetch_free(td_node_fetch_t *job)
+{
+    td_free(job);
+}
+
+void td_node_sampling(const td_msg_work_t *work, uint32_t choice,
+                      td_logit_bias_t bias[TD_LOGIT_BIAS_MAX], td_sampling_t *out)
+{
+    td_sampling_init(out);
+    out->temperature = work->temperature;
+    out->top_k = work->top_k;
+    out->top_p = work->top_p;
+    out->min_p = work->min_p;
+    out->presence_penalty = work->presence_penalty;
+    out->frequency_penalty = work->frequency_penalty;
+    out->repetition_penalty = work->repetition_penalty;
+    out->seed = work->seed;
+    out->choice = choice;
+    out->logit_bias_count = TD_MIN(work->bias_count, TD_LOGIT_BIAS_MAX);
+    for (uint32_t i = 0; i < out->logit_bias_count; i++) {
+        bias[i] = (td_logit_bias_t){work->bias_tokens[i], work->bias_values[i]};
+    }
+    out->logit_bias = bias;
+}

@@ -1,0 +1,109 @@
+/* td_node.h - what a prefill and a decode node have in common: model, pool, transfer, membership and the
+ * fetch jobs that fill blocks. Design: common/node/DESIGN.md.
+ * Threads: loop, except where said otherwise. */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/base/td_ring.h"
+#include "common/base/td_worker.h"
+#include "common/kv/td_pool.h"
+#include "common/kv/td_seq.h"
+#include "common/model/td_model.h"
+#include "common/model/td_sampler.h"
+#include "common/model/td_tokenizer.h"
+#include "common/transfer/td_transfer.h"
+#include "common/wire/td_member.h"
+#include "common/wire/td_proc.h"
+
+#define TD_NODE_TICK_MS 50u
+#define TD_NODE_MESSAGES_PER_TICK 256u
+#define TD_NODE_FETCHES_MAX 4096u
+#define TD_NODE_STOP_IDS_MAX 16u
+#define TD_NODE_FORGOTTEN_MAX 4096u /* ended tickets remembered, so that late messages stay out */
+
+#define TD_NODE_OPTIONS                                                                            \
+    {"router", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the router"},                             \
+        {"model", TD_OPTION_TEXT, NULL, "GGUF model file"},                                        \
+        {"precision", TD_OPTION_CHOICE, "mixed", "arithmetic, one for the whole cluster", 0, 0,    \
+         "fast|mixed|exact"},                                                                      \
+        {"threads", TD_OPTION_COUNT, "0", "compute threads, 0 = all CPUs", 0, TD_NODE_THREADS_MAX}, \
+        {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block, a multiple of 16", 16,      \
+         1024},                                                                                    \
+        {"context-max", TD_OPTION_COUNT, "0", "tokens of a request, 0 = the model's", 0, 1 << 20}
+#define TD_NODE_THREADS_MAX 256
+
+/** Blocks on their way from a peer into our pool. */
+typedef struct td_node_fetch {
+    td_fetch_t fetch;
+    struct td_node *node;
+    uint64_t ticket;
+    uint32_t attempt;
+    uint32_t tag;          /* the node's own */
+    uint32_t first;        /* the node's own: logical index of the first block */
+    uint32_t layers;       /* layers each piece brings */
+    td_fetch_piece_t pieces[]; /* [fetch.piece_count] */
+} td_node_fetch_t;
+
+typedef struct td_node {
+    td_proc_t proc;
+    td_gguf_t *gguf;
+    td_tokenizer_t *tokenizer;
+    td_model_t *model;
+    const td_model_info_t *info;
+    td_transfer_t *transfer;
+    td_pool_t *pool;
+    td_member_t *member;
+    td_worker_t *worker;     /* runs the forward passes */
+    td_ring_t *fetched;      /* completed td_node_fetch_t */
+    uint32_t fetches;        /* under way */
+    uint32_t stop_ids[TD_NODE_STOP_IDS_MAX];
+    uint32_t stop_count;
+    td_metric_t *kv_states[5];
+    td_metric_t *checksum_failures;
+    uint64_t forgotten_ticket[TD_NODE_FORGOTTEN_MAX]; /* ring */
+    uint32_t forgotten_attempt[TD_NODE_FORGOTTEN_MAX];
+    uint32_t forgotten_next;
+    td_member_events_t events; /* the node's own, called after ours */
+    td_role_t role;
+} td_node_t;
+
+typedef struct td_node_setup {
+    td_role_t role;
+    const char *metric_prefix; /* "tandem_prefill" */
+    const char *kv_metric;     /* "tandem_prefill_kv_blocks" */
+    const char *checksum_metric;
+    uint32_t rows_max;
+    uint32_t logit_rows_max;
+    uint64_t kv_bytes;
+    td_member_events_t events;
+} td_node_setup_t;
+
+/** Opens everything after td_proc_init() has filled node->proc; reports the KV size in the log.
+ * Errors: each is logged where it happens. */
+TD_MUST_CHECK td_status_t td_node_open(td_node_t *node, const td_node_setup_t *setup);
+/** Stops the threads that could still touch the pool; call before the node's own state goes. */
+void td_node_stop(td_node_t *node);
+void td_node_close(td_node_t *node);
+/** Root of block keys for a tenant's salt. */
+void td_node_root(const td_node_t *node, const void *salt, size_t salt_len, td_block_root_t *out);
+const td_kv_layout_t *td_node_layout(const td_node_t *node);
+void td_node_update_kv_metrics(td_node_t *node);
+
+/** Remembers that a ticket's attempt and lower ones are over; tells whether a message comes too late. */
+void td_node_forget(td_node_t *node, uint64_t ticket, uint32_t attempt);
+bool td_node_is_forgotten(const td_node_t *node, uint64_t ticket, uint32_t attempt);
+
+/** Prepares a fetch job for piece_count pieces. NULL: no memory, or too many under way. */
+td_node_fetch_t *td_node_fetch_new(td_node_t *node, uint64_t peer_incarnation,
+                                   uint32_t piece_count);
+/** Submits it; it comes back over node->fetched. Errors: TD_ERR_BUSY: the job has been freed. */
+TD_MUST_CHECK td_status_t td_node_fetch_submit(td_node_fetch_t *job);
+/** Takes the next completed job; the caller frees it with td_node_fetch_free(). NULL: none. */
+td_node_fetch_t *td_node_fetch_next(td_node_t *node);
+void td_node_fetch_free(td_node_fetch_t *job);
+
+/** Sampling parameters of a message, for one choice. */
+void td_node_sampling(const td_msg_work_t *work, uint32_t choice,
+                      td_logit_bias_t bias[TD_LOGIT_BIAS_MAX], td_sampling_t *out);
