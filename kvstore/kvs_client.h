@@ -1,6 +1,6 @@
 /* kvs_client.h - the store's face to the nodes: look up a prefix, offer new blocks.
- * Design: section 5. A miss, a dead master, "exists", "in progress" and "busy" are different answers.
- * Everything here may fail without failing a request: the caller computes instead.
+ * Design: section 5. A miss, a dead master, "exists", "in progress" and "busy" are different
+ * answers. Everything here may fail without failing a request: the caller computes instead.
  * Threads: loop (the bus's). */
 #pragma once
 
@@ -11,16 +11,16 @@
 #include "common/wire/td_bus.h"
 #include "common/wire/td_member.h"
 
-#define KVS_LOOKUP_MS 100u        /* then a miss */
-#define KVS_PUT_MS 30000u         /* then the offer is given up and the pins end */
-#define KVS_LOOKUPS_MAX 256u      /* under way */
+#define KVS_LOOKUP_MS 100u   /* then a miss */
+#define KVS_PUT_MS 30000u    /* then the offer is given up and the pins end */
+#define KVS_LOOKUPS_MAX 256u /* under way */
 #define KVS_PUTS_MAX 256u
-#define KVS_PUT_BLOCKS_MAX 1024u  /* one offer */
+#define KVS_PUT_BLOCKS_MAX 1024u /* one offer */
 
 typedef struct kvs_client kvs_client_t;
 
-/** found: the longest prefix with where to read it (borrowed during the call), or NULL: a miss, with
- * the reason in status (TD_ERR_NOT_FOUND, TD_ERR_TIMEOUT, TD_ERR_PEER_DEAD). */
+/** found: the longest prefix with where to read it (borrowed during the call), or NULL: a miss,
+ * with the reason in status (TD_ERR_NOT_FOUND, TD_ERR_TIMEOUT, TD_ERR_PEER_DEAD). */
 typedef void (*kvs_lookup_fn)(void *ctx, uint64_t tag, td_status_t status,
                               const td_msg_lookup_result_t *found);
 

@@ -47,10 +47,10 @@ struct kvs_master {
     uint64_t term;
     uint64_t next_order;
     uint32_t keys_max;
-    entry_t *entries;  /* owned, [keys_max] */
-    uint32_t *free;    /* owned, stack */
+    entry_t *entries; /* owned, [keys_max] */
+    uint32_t *free;   /* owned, stack */
     uint32_t free_count;
-    uint32_t *slots;   /* owned, hash: entry or NONE; linear probing */
+    uint32_t *slots; /* owned, hash: entry or NONE; linear probing */
     uint32_t slot_mask;
     uint32_t lru_oldest;
     uint32_t lru_newest;
@@ -98,14 +98,14 @@ td_status_t kvs_master_create(td_bus_t *bus, const td_member_t *member, td_metri
     m->keys_ready = td_metrics_gauge(metrics, "tandem_kvstore_keys", NULL, "readable blocks");
     m->hits = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total", "result=\"hit\"",
                                  "blocks looked up");
-    m->misses = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total",
-                                   "result=\"miss\"", "blocks looked up");
+    m->misses = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total", "result=\"miss\"",
+                                   "blocks looked up");
     m->stored = td_metrics_counter(metrics, "tandem_kvstore_puts_total", "result=\"stored\"",
                                    "blocks offered, by how it ended");
     m->revoked = td_metrics_counter(metrics, "tandem_kvstore_puts_total", "result=\"revoked\"",
                                     "blocks offered, by how it ended");
-    m->evicted = td_metrics_counter(metrics, "tandem_kvstore_evictions_total", NULL,
-                                    "blocks evicted");
+    m->evicted =
+        td_metrics_counter(metrics, "tandem_kvstore_evictions_total", NULL, "blocks evicted");
     *out = m;
     return TD_OK;
 }

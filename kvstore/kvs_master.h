@@ -1,7 +1,7 @@
 /* kvs_master.h - the store's index: which key lies where, who is writing it, leases, eviction.
  * Design: section 5. The master never touches data; segments own their memory and epochs, so two
- * masters could never hand out one range. Index entries are hints: readers check epoch and checksum.
- * Threads: loop. */
+ * masters could never hand out one range. Index entries are hints: readers check epoch and
+ * checksum. Threads: loop. */
 #pragma once
 
 #include <stdint.h>
@@ -11,7 +11,7 @@
 #include "common/wire/td_bus.h"
 #include "common/wire/td_member.h"
 
-#define KVS_LEASE_MS 10000u       /* read lease: blocks eviction */
+#define KVS_LEASE_MS 10000u /* read lease: blocks eviction */
 #define KVS_PUT_ABANDONED_MS 30000u
 #define KVS_EVICT_FROM_PERCENT 90u /* of a segment */
 #define KVS_EVICT_PERCENT 5u       /* at a time */

@@ -12,12 +12,12 @@ typedef struct store_order { /* one StoreOrder on its way into our blocks */
     uint64_t term;
     char master[TD_MSG_ID_CHARS_MAX + 1];
     uint32_t count;
-    td_block_key_t *keys;    /* owned, [count] */
-    td_status_t *statuses;   /* owned */
-    uint32_t *blocks;        /* owned; ours, TD_POOL_NONE = none taken */
-    uint64_t *epochs;        /* owned; the writer's, then ours */
-    uint64_t *checksums;     /* owned; the writer's, then ours */
-    bool *dropped;           /* owned; evicted while being fetched */
+    td_block_key_t *keys;     /* owned, [count] */
+    td_status_t *statuses;    /* owned */
+    uint32_t *blocks;         /* owned; ours, TD_POOL_NONE = none taken */
+    uint64_t *epochs;         /* owned; the writer's, then ours */
+    uint64_t *checksums;      /* owned; the writer's, then ours */
+    bool *dropped;            /* owned; evicted while being fetched */
     td_fetch_piece_t *pieces; /* owned */
     td_fetch_t fetch;
     kvs_segment_t *segment;
@@ -43,9 +43,8 @@ td_status_t kvs_segment_create(td_bus_t *bus, const td_member_t *member, td_tran
                                td_metrics_t *metrics, uint32_t block_count, size_t block_bytes,
                                kvs_segment_t **out)
 {
-    static const char *const labels[] = {"state=\"free\"", "state=\"reserved\"",
-                                         "state=\"cached\"", "state=\"active\"",
-                                         "state=\"quarantined\""};
+    static const char *const labels[] = {"state=\"free\"", "state=\"reserved\"", "state=\"cached\"",
+                                         "state=\"active\"", "state=\"quarantined\""};
     kvs_segment_t *s = td_calloc(1, sizeof(*s));
     td_status_t status = TD_ERR_NO_MEMORY;
 
@@ -144,7 +143,8 @@ static uint32_t order_prepare(kvs_segment_t *s, store_order_t *o)
         uint32_t idx = td_pool_find(s->pool, &o->keys[i]);
         o->blocks[i] = TD_POOL_NONE;
         if (idx != TD_POOL_NONE) {
-            o->statuses[i] = TD_ERR_EXISTS; /* kept under an older order: told with its place below */
+            o->statuses[i] =
+                TD_ERR_EXISTS; /* kept under an older order: told with its place below */
             continue;
         }
         o->statuses[i] = td_pool_take(s->pool, &o->blocks[i]);
@@ -362,8 +362,8 @@ void kvs_segment_tick(kvs_segment_t *s)
             fetching += o->blocks[i] != TD_POOL_NONE;
         }
     }
-    /* Stored blocks hold a reference for the index, so that only the master's order evicts them; to an
-     * onlooker they are cached, and active are those on their way in. */
+    /* Stored blocks hold a reference for the index, so that only the master's order evicts them; to
+     * an onlooker they are cached, and active are those on their way in. */
     td_metric_set(s->states[0], c.free);
     td_metric_set(s->states[1], c.reserved);
     td_metric_set(s->states[2], c.cached + c.active - fetching);

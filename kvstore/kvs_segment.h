@@ -1,6 +1,6 @@
-/* kvs_segment.h - donated memory of the store: owns its blocks and their epochs, fetches what it is told
- * to store from the writer, checks it, keeps it. Design: section 5.
- * Threads: loop; fetches complete over an inbox the loop drains. */
+/* kvs_segment.h - donated memory of the store: owns its blocks and their epochs, fetches what it is
+ * told to store from the writer, checks it, keeps it. Design: section 5. Threads: loop; fetches
+ * complete over an inbox the loop drains. */
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,5 @@
-/* tandem-kvstore: master, segment, or both. The master is the one process whose role says so (embedded
- * coordination: the router tells everybody which it is). */
+/* tandem-kvstore: master, segment, or both. The master is the one process whose role says so
+ * (embedded coordination: the router tells everybody which it is). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -194,7 +194,8 @@ static td_status_t start(app_t *app)
     TD_TRY(td_proc_open(&app->proc, true));
     app->is_segment = strcmp(role, "master") != 0;
     if (strcmp(role, "segment") != 0) {
-        /* A later master of this machine has a higher term; with etcd it is the leader key's revision. */
+        /* A later master of this machine has a higher term; with etcd it is the leader key's
+         * revision. */
         TD_TRY(kvs_master_create(app->proc.bus, NULL, app->proc.metrics,
                                  (uint32_t)td_config_u64(app->proc.config, "keys-max"), td_wall_s(),
                                  &app->master));

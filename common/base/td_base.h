@@ -14,8 +14,7 @@
 #define TD_CACHE_LINE_BYTES 64
 
 /** Checks for our own mistakes; on in every build. Never for bytes from outside. */
-#define TD_ASSERT(cond)                                                                            \
-    ((cond) ? (void)0 : td_assert_failed(#cond, __FILE__, __LINE__))
+#define TD_ASSERT(cond) ((cond) ? (void)0 : td_assert_failed(#cond, __FILE__, __LINE__))
 
 /** Returns early with a failure; only where the function owns nothing. */
 #define TD_TRY(call)                                                                               \

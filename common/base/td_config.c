@@ -101,8 +101,9 @@ static bool choice_allows(const char *choices, const char *text)
 /* Says what was expected of an option; the text is for the error line. */
 static void expected_text(const td_option_t *o, char *out, size_t len)
 {
-    static const char *const kinds[] = {"text", "a number", "a size such as 64M", "a time such as 500ms",
-                                        "true or false", "one of "};
+    static const char *const kinds[] = {
+        "text",          "a number", "a size such as 64M", "a time such as 500ms",
+        "true or false", "one of "};
     if (o->type == TD_OPTION_CHOICE) {
         (void)snprintf(out, len, "one of %s", o->choices);
     } else if (o->max != 0) {
@@ -170,7 +171,8 @@ static size_t option_find(const td_config_t *config, const char *name, size_t le
 static void config_help(const td_config_t *config)
 {
     printf("usage: %s [--name value | --name=value]...\n%s\n\n", config->program, config->summary);
-    printf("Sources: flags, then TANDEM_NAME in the environment, then the YAML file of --config.\n\n");
+    printf(
+        "Sources: flags, then TANDEM_NAME in the environment, then the YAML file of --config.\n\n");
     for (size_t i = 0; i < config->count; i++) {
         const td_option_t *o = &config->options[i];
         printf("  --%-24s %s%s%s%s", o->name, o->help, o->def ? " [" : "", o->def ? o->def : "",
@@ -266,7 +268,9 @@ static td_status_t read_yaml(td_config_t *config, const char *path)
 {
     cyaml_schema_field_t fields[TD_CONFIG_OPTIONS_MAX + 1];
     cyaml_schema_value_t top = {.type = CYAML_MAPPING, .flags = CYAML_FLAG_POINTER};
-    cyaml_config_t how = {.log_fn = yaml_log, .mem_fn = cyaml_mem, .log_level = CYAML_LOG_ERROR,
+    cyaml_config_t how = {.log_fn = yaml_log,
+                          .mem_fn = cyaml_mem,
+                          .log_level = CYAML_LOG_ERROR,
                           .flags = CYAML_CFG_DEFAULT};
     char **loaded = NULL;
     cyaml_err_t err = CYAML_OK;

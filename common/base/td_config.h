@@ -1,7 +1,7 @@
-/* td_config.h - program options: flags > environment (TANDEM_NAME) > YAML file (--config) > default.
- * One table in each program names them all; unknown flags and YAML keys are errors. Every program
- * has --help, --version, --print-config and --config beside its own.
- * Threads: init; reading values afterwards: any. */
+/* td_config.h - program options: flags > environment (TANDEM_NAME) > YAML file (--config) >
+ * default. One table in each program names them all; unknown flags and YAML keys are errors. Every
+ * program has --help, --version, --print-config and --config beside its own. Threads: init; reading
+ * values afterwards: any. */
 #pragma once
 
 #include <stdbool.h>
@@ -35,7 +35,11 @@ typedef struct td_option {
 typedef struct td_config td_config_t;
 
 /** What the caller does after parsing. */
-typedef enum td_config_next { TD_CONFIG_RUN, TD_CONFIG_EXIT_OK, TD_CONFIG_EXIT_USAGE } td_config_next_t;
+typedef enum td_config_next {
+    TD_CONFIG_RUN,
+    TD_CONFIG_EXIT_OK,
+    TD_CONFIG_EXIT_USAGE
+} td_config_next_t;
 
 /** Reads all sources; prints help, version, the configuration or an error as asked.
  * Owner: *config_out (also set when the program shall exit; may be NULL then) is the caller's. */
@@ -44,7 +48,8 @@ td_config_next_t td_config_parse(const char *program, const char *summary,
                                  td_config_t **config_out);
 void td_config_destroy(td_config_t *config);
 
-/** Values by name; asserts that the option exists and has a fitting type. Text is NULL if absent. */
+/** Values by name; asserts that the option exists and has a fitting type. Text is NULL if absent.
+ */
 const char *td_config_text(const td_config_t *config, const char *name);
 uint64_t td_config_u64(const td_config_t *config, const char *name); /* count, bytes, ms */
 bool td_config_bool(const td_config_t *config, const char *name);

@@ -1,5 +1,5 @@
-/* td_worker.h - a thread that runs one job at a time for a loop: submit, then an fd says it is done.
- * Threads: submit, done: the loop; the job runs on the worker's own thread. */
+/* td_worker.h - a thread that runs one job at a time for a loop: submit, then an fd says it is
+ * done. Threads: submit, done: the loop; the job runs on the worker's own thread. */
 #pragma once
 
 #include <stdbool.h>

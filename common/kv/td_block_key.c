@@ -62,7 +62,8 @@ td_status_t td_cluster_secret_load(const char *path, uint8_t out[TD_CLUSTER_SECR
     got = read(fd, bytes, sizeof(bytes));
     (void)close(fd);
     if ((st.st_mode & 077) != 0 || got < SECRET_FILE_BYTES_MIN) {
-        TD_LOG_ERROR("cluster secret refused", "file=%s mode=%03o bytes=%zd "
+        TD_LOG_ERROR("cluster secret refused",
+                     "file=%s mode=%03o bytes=%zd "
                      "expected=\"at least 32 bytes, mode 0600\"",
                      path, (unsigned)st.st_mode & 0777u, got);
         return TD_ERR_INVALID;

@@ -37,9 +37,9 @@ typedef struct td_block_root_fields {
     size_t salt_len;     /* bytes, <= TD_CACHE_SALT_BYTES_MAX */
 } td_block_root_fields_t;
 
-/** Reads the cluster secret: 32..4096 bytes of file, hashed to TD_CLUSTER_SECRET_BYTES. NULL path: a
- * fixed, public secret for a process that runs alone.
- * Errors: TD_ERR_IO, TD_ERR_INVALID (shorter than 32 bytes, or readable by others: mode & 077). */
+/** Reads the cluster secret: 32..4096 bytes of file, hashed to TD_CLUSTER_SECRET_BYTES. NULL path:
+ * a fixed, public secret for a process that runs alone. Errors: TD_ERR_IO, TD_ERR_INVALID (shorter
+ * than 32 bytes, or readable by others: mode & 077). */
 TD_MUST_CHECK td_status_t td_cluster_secret_load(const char *path,
                                                  uint8_t out[TD_CLUSTER_SECRET_BYTES]);
 void td_block_root_make(const uint8_t secret[TD_CLUSTER_SECRET_BYTES],
@@ -64,5 +64,6 @@ static inline bool td_block_key_equal(const td_block_key_t *a, const td_block_ke
 /** XXH3-64 of a block's bytes: found once for each copy. */
 uint64_t td_block_content_hash(const void *bytes, size_t len);
 /** The checksum that travels: the content bound to its name and the allocation it was read from, so
- * that the right bytes under the wrong name, or of an earlier use of the memory, do not pass (I3). */
+ * that the right bytes under the wrong name, or of an earlier use of the memory, do not pass (I3).
+ */
 uint64_t td_block_checksum(uint64_t content_hash, const td_block_key_t *key, uint64_t epoch);

@@ -49,8 +49,8 @@ static inline uint32_t td_kv_blocks_for(const td_kv_layout_t *l, uint32_t tokens
     return (tokens + l->block_tokens - 1) / l->block_tokens;
 }
 /** Byte offset in a block of [layer][is_v][head][token][0]. */
-static inline size_t td_kv_offset(const td_kv_layout_t *l, uint32_t layer, bool is_v,
-                                  uint32_t head, uint32_t token)
+static inline size_t td_kv_offset(const td_kv_layout_t *l, uint32_t layer, bool is_v, uint32_t head,
+                                  uint32_t token)
 {
     return (size_t)layer * td_kv_layer_bytes(l) + (is_v ? td_kv_half_bytes(l) : 0) +
            (((size_t)head * l->block_tokens + token) * l->head_dim) * sizeof(uint16_t);

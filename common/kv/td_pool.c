@@ -6,7 +6,12 @@
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
 
-typedef enum block_state { BLOCK_FREE, BLOCK_ACTIVE, BLOCK_CACHED, BLOCK_QUARANTINED } block_state_t;
+typedef enum block_state {
+    BLOCK_FREE,
+    BLOCK_ACTIVE,
+    BLOCK_CACHED,
+    BLOCK_QUARANTINED
+} block_state_t;
 
 typedef struct block_meta {
     td_block_key_t key;    /* valid while indexed */
@@ -22,11 +27,11 @@ struct td_pool {
     uint8_t *bytes; /* borrowed */
     size_t block_bytes;
     uint32_t block_count;
-    block_meta_t *meta;            /* owned, [block_count] */
-    atomic_uint_fast64_t *epochs;  /* owned, [block_count]; release on change, acquire on read */
-    uint32_t *free_stack;          /* owned; [0, free_count) plus the reserved ones, see below */
-    uint32_t free_total;           /* blocks on the stack: free and reserved together */
-    uint32_t reserved;             /* of those, promised */
+    block_meta_t *meta;           /* owned, [block_count] */
+    atomic_uint_fast64_t *epochs; /* owned, [block_count]; release on change, acquire on read */
+    uint32_t *free_stack;         /* owned; [0, free_count) plus the reserved ones, see below */
+    uint32_t free_total;          /* blocks on the stack: free and reserved together */
+    uint32_t reserved;            /* of those, promised */
     uint32_t cached;
     uint32_t active;
     uint32_t quarantined;

@@ -1,13 +1,12 @@
 /* td_pool.h - the node's KV blocks: who holds each, which are cached under a key, which may be
  * evicted. Design: common/kv/DESIGN.md, "Pool" and "Prefix cache".
  *
- * Every block is in exactly one state, so free + reserved + cached + active + quarantined = total (I5):
- *   free         on the free stack
- *   reserved     promised to a request as a count; no particular block yet
- *   active       held by at least one reference (it may be indexed as well)
- *   cached       indexed under a key, no reference; evicted least recently used first
- *   quarantined  a transfer into it may still be under way; nobody may use it (I2)
- * Threads: owner, but td_pool_epoch() may be read by any. No call after create allocates. */
+ * Every block is in exactly one state, so free + reserved + cached + active + quarantined = total
+ * (I5): free         on the free stack reserved     promised to a request as a count; no particular
+ * block yet active       held by at least one reference (it may be indexed as well) cached indexed
+ * under a key, no reference; evicted least recently used first quarantined  a transfer into it may
+ * still be under way; nobody may use it (I2) Threads: owner, but td_pool_epoch() may be read by
+ * any. No call after create allocates. */
 #pragma once
 
 #include <stdbool.h>
@@ -45,20 +44,20 @@ void td_pool_destroy(td_pool_t *pool);
  * Errors: TD_ERR_BUSY (not that many free or evictable). Cost: O(evicted). */
 TD_MUST_CHECK td_status_t td_pool_reserve(td_pool_t *pool, uint32_t n);
 void td_pool_unreserve(td_pool_t *pool, uint32_t n);
-/** Turns one reserved block into an active one with one reference and a new epoch. O(1); cannot fail
- * while the caller holds a reservation. */
+/** Turns one reserved block into an active one with one reference and a new epoch. O(1); cannot
+ * fail while the caller holds a reservation. */
 uint32_t td_pool_take_reserved(td_pool_t *pool);
 /** Reserves and takes one. Errors: TD_ERR_BUSY. */
 TD_MUST_CHECK td_status_t td_pool_take(td_pool_t *pool, uint32_t *idx_out);
 
 void td_pool_ref(td_pool_t *pool, uint32_t idx);
-/** Drops a reference; the last one makes the block cached (if indexed) or free. Dropping a sequence's
- * blocks last to first lets eviction start at the leaves. */
+/** Drops a reference; the last one makes the block cached (if indexed) or free. Dropping a
+ * sequence's blocks last to first lets eviction start at the leaves. */
 void td_pool_unref(td_pool_t *pool, uint32_t idx);
 uint32_t td_pool_refs(const td_pool_t *pool, uint32_t idx);
 
-/** Indexes an active block under its key, with the hash of its content. When the key is there already
- * the block stays as it is and TD_ERR_EXISTS comes back. O(1). */
+/** Indexes an active block under its key, with the hash of its content. When the key is there
+ * already the block stays as it is and TD_ERR_EXISTS comes back. O(1). */
 TD_MUST_CHECK td_status_t td_pool_index(td_pool_t *pool, uint32_t idx, const td_block_key_t *key,
                                         uint64_t content_hash);
 /** Takes a block out of the index (its bytes proved wrong); a cached one becomes free. */

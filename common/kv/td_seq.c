@@ -55,7 +55,8 @@ uint32_t td_seq_fini_quarantine(td_seq_t *seq, uint32_t *quarantined_out)
             td_pool_unref(seq->pool, idx);
         }
     }
-    td_seq_fini(seq);
+    td_pool_unreserve(seq->pool, seq->reserved);
+    seq->reserved = 0;
     return count;
 }
 

@@ -466,6 +466,21 @@ td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits, uint32_t
     return TD_OK;
 }
 
+td_status_t td_logprobs_of(const float *logits, uint32_t vocab_size, uint32_t top_logprobs,
+                           td_sampled_t *out)
+{
+    float max = 0.0f;
+
+    TD_ASSERT(top_logprobs <= TD_TOP_LOGPROBS_MAX);
+    if (out->token >= vocab_size) {
+        return TD_ERR_INVALID;
+    }
+    TD_TRY(row_max(logits, vocab_size, &max));
+    out->top_count = 0;
+    fill_logprobs(logits, vocab_size, max, top_logprobs, out);
+    return TD_OK;
+}
+
 uint64_t td_logits_hash(const float *logits, uint32_t vocab_size)
 {
     return XXH3_64bits(logits, (size_t)vocab_size * sizeof(*logits));

@@ -69,5 +69,9 @@ TD_MUST_CHECK td_status_t td_sampler_pick(td_sampler_t *sampler, const float *lo
                                           uint32_t top_logprobs, td_sampled_t *out);
 /** Records a token as generated (for the penalties). */
 void td_sampler_accept(td_sampler_t *sampler, uint32_t token);
+/** Log-probability data of a given token (a prompt's own, for echo): out->token is set by the caller.
+ * Errors: TD_ERR_INVALID (token outside the vocabulary), TD_ERR_INTERNAL (NaN in the row). */
+TD_MUST_CHECK td_status_t td_logprobs_of(const float *logits, uint32_t vocab_size,
+                                         uint32_t top_logprobs, td_sampled_t *out);
 /** XXH3-64 over the row's bytes: the hash by which I1 is tested through the whole cluster. */
 uint64_t td_logits_hash(const float *logits, uint32_t vocab_size);

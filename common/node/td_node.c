@@ -68,17 +68,16 @@ static td_status_t open_pool(td_node_t *n, const td_node_setup_t *setup)
         return TD_ERR_INVALID;
     }
     TD_TRY(td_transfer_create(&config, &n->transfer));
-    TD_TRY(td_pool_create(td_transfer_memory(n->transfer), (uint32_t)blocks, block_bytes,
-                          &n->pool));
+    TD_TRY(
+        td_pool_create(td_transfer_memory(n->transfer), (uint32_t)blocks, block_bytes, &n->pool));
     td_transfer_set_pool(n->transfer, n->pool);
     return td_ring_create(TD_NODE_FETCHES_MAX, &n->fetched);
 }
 
 static void declare_metrics(td_node_t *n, const td_node_setup_t *setup)
 {
-    static const char *const labels[] = {"state=\"free\"", "state=\"reserved\"",
-                                         "state=\"cached\"", "state=\"active\"",
-                                         "state=\"quarantined\""};
+    static const char *const labels[] = {"state=\"free\"", "state=\"reserved\"", "state=\"cached\"",
+                                         "state=\"active\"", "state=\"quarantined\""};
     for (uint32_t i = 0; i < TD_ARRAY_LEN(labels); i++) {
         n->kv_states[i] = td_metrics_gauge(n->proc.metrics, setup->kv_metric, labels[i],
                                            "KV blocks by state; they always add up to the pool");

@@ -1,6 +1,6 @@
-/* td_node.h - what a prefill and a decode node have in common: model, pool, transfer, membership and the
- * fetch jobs that fill blocks. Design: common/node/DESIGN.md.
- * Threads: loop, except where said otherwise. */
+/* td_node.h - what a prefill and a decode node have in common: model, pool, transfer, membership
+ * and the fetch jobs that fill blocks. Design: common/node/DESIGN.md. Threads: loop, except where
+ * said otherwise. */
 #pragma once
 
 #include <stdbool.h>
@@ -23,15 +23,16 @@
 #define TD_NODE_STOP_IDS_MAX 16u
 #define TD_NODE_FORGOTTEN_MAX 4096u /* ended tickets remembered, so that late messages stay out */
 
-#define TD_NODE_OPTIONS                                                                            \
-    {"router", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the router"},                             \
-        {"model", TD_OPTION_TEXT, NULL, "GGUF model file"},                                        \
-        {"precision", TD_OPTION_CHOICE, "mixed", "arithmetic, one for the whole cluster", 0, 0,    \
-         "fast|mixed|exact"},                                                                      \
-        {"threads", TD_OPTION_COUNT, "0", "compute threads, 0 = all CPUs", 0, TD_NODE_THREADS_MAX}, \
-        {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block, a multiple of 16", 16,      \
-         1024},                                                                                    \
-        {"context-max", TD_OPTION_COUNT, "0", "tokens of a request, 0 = the model's", 0, 1 << 20}
+#define TD_NODE_OPTIONS                                                                              \
+    {"router", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the router"},                               \
+        {"model", TD_OPTION_TEXT, NULL, "GGUF model file"},                                          \
+        {"precision", TD_OPTION_CHOICE,  "mixed", "arithmetic, one for the whole cluster", 0,        \
+         0,           "fast|mixed|exact"},                                                           \
+        {"threads", TD_OPTION_COUNT, "0", "compute threads, 0 = all CPUs", 0, TD_NODE_THREADS_MAX},  \
+        {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block, a multiple of 16", 16, 1024}, \
+    {                                                                                                \
+        "context-max", TD_OPTION_COUNT, "0", "tokens of a request, 0 = the model's", 0, 1 << 20      \
+    }
 #define TD_NODE_THREADS_MAX 256
 
 /** Blocks on their way from a peer into our pool. */
@@ -40,9 +41,9 @@ typedef struct td_node_fetch {
     struct td_node *node;
     uint64_t ticket;
     uint32_t attempt;
-    uint32_t tag;          /* the node's own */
-    uint32_t first;        /* the node's own: logical index of the first block */
-    uint32_t layers;       /* layers each piece brings */
+    uint32_t tag;              /* the node's own */
+    uint32_t first;            /* the node's own: logical index of the first block */
+    uint32_t layers;           /* layers each piece brings */
     td_fetch_piece_t pieces[]; /* [fetch.piece_count] */
 } td_node_fetch_t;
 
@@ -55,9 +56,9 @@ typedef struct td_node {
     td_transfer_t *transfer;
     td_pool_t *pool;
     td_member_t *member;
-    td_worker_t *worker;     /* runs the forward passes */
-    td_ring_t *fetched;      /* completed td_node_fetch_t */
-    uint32_t fetches;        /* under way */
+    td_worker_t *worker; /* runs the forward passes */
+    td_ring_t *fetched;  /* completed td_node_fetch_t */
+    uint32_t fetches;    /* under way */
     uint32_t stop_ids[TD_NODE_STOP_IDS_MAX];
     uint32_t stop_count;
     td_metric_t *kv_states[5];
@@ -91,7 +92,8 @@ void td_node_root(const td_node_t *node, const void *salt, size_t salt_len, td_b
 const td_kv_layout_t *td_node_layout(const td_node_t *node);
 void td_node_update_kv_metrics(td_node_t *node);
 
-/** Remembers that a ticket's attempt and lower ones are over; tells whether a message comes too late. */
+/** Remembers that a ticket's attempt and lower ones are over; tells whether a message comes too
+ * late. */
 void td_node_forget(td_node_t *node, uint64_t ticket, uint32_t attempt);
 bool td_node_is_forgotten(const td_node_t *node, uint64_t ticket, uint32_t attempt);
 

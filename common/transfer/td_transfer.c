@@ -26,7 +26,8 @@
 #define POLL_BUSY_MS 5
 #define POLL_IDLE_MS 500 /* UCX's keepalive runs only inside progress */
 
-/* --- wire: little-endian structs over active messages, both ends of one build's layout --------- */
+/* --- wire: little-endian structs over active messages, both ends of one build's layout ---------
+ */
 
 typedef struct ask_header {
     uint64_t asker; /* incarnation: whom to answer */
@@ -120,7 +121,7 @@ struct td_transfer {
     td_ring_t *commands;
     pthread_t thread;
     bool thread_started;
-    atomic_bool stop; /* release by destroy, acquire by the thread */
+    atomic_bool stop;                 /* release by destroy, acquire by the thread */
     atomic_uint_fast64_t incarnation; /* relaxed: a name */
     atomic_uint_fast64_t next_id;     /* relaxed: only uniqueness matters */
     const td_pool_t *pool;            /* borrowed; its epochs are read here */
@@ -229,14 +230,13 @@ static void *transfer_main(void *arg);
 
 static td_status_t set_handler(td_transfer_t *t, unsigned id, ucp_am_recv_callback_t callback)
 {
-    ucp_am_handler_param_t param = {.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID |
-                                                  UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
-                                                  UCP_AM_HANDLER_PARAM_FIELD_CB |
-                                                  UCP_AM_HANDLER_PARAM_FIELD_ARG,
-                                    .id = id,
-                                    .flags = UCP_AM_FLAG_WHOLE_MSG,
-                                    .cb = callback,
-                                    .arg = t};
+    ucp_am_handler_param_t param = {
+        .field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
+                      UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG,
+        .id = id,
+        .flags = UCP_AM_FLAG_WHOLE_MSG,
+        .cb = callback,
+        .arg = t};
     return ucx_status(ucp_worker_set_am_recv_handler(t->worker, &param), "set_am_recv_handler");
 }
 
@@ -681,7 +681,7 @@ static td_status_t send_ask(td_transfer_t *t, const peer_t *peer, td_fetch_t *fe
 /* Copies some pieces of a mapped peer. Returns true when the fetch is whole. */
 static bool copy_pieces(td_fetch_t *fetch, const peer_t *peer, size_t *budget)
 {
-    while (fetch->next_piece < fetch->piece_count && *budget > 0) {
+    while (fetch->next_piece<fetch->piece_count && * budget> 0) {
         const td_fetch_piece_t *p = &fetch->pieces[fetch->next_piece++];
         memcpy(p->dest, peer->mapped + (size_t)p->block * peer->block_bytes + p->offset, p->bytes);
         fetch->bytes += p->bytes;
@@ -819,7 +819,6 @@ static ucs_status_t on_ask(void *arg, const void *header, size_t header_len, voi
     return UCS_OK;
 }
 
-
 static void on_answer_sent(void *request, ucs_status_t status, void *arg)
 {
     staging_t *staging = arg;
@@ -835,8 +834,8 @@ static bool piece_is_live(const td_transfer_t *t, const ask_piece_t *p)
            (t->pool == NULL || td_pool_epoch(t->pool, p->block) == p->epoch);
 }
 
-/* Gathers the next pieces into a buffer. The epoch is checked before and after the copy, so bytes of
- * another allocation do not leave even when the block changed hands meanwhile. */
+/* Gathers the next pieces into a buffer. The epoch is checked before and after the copy, so bytes
+ * of another allocation do not leave even when the block changed hands meanwhile. */
 static td_status_t gather(const td_transfer_t *t, job_t *job, staging_t *staging, size_t *len_out)
 {
     size_t len = 0;

@@ -4,12 +4,12 @@
  * Two carriers, chosen for each peer when it is added:
  *   shm  the peer's pool is mapped here (ucp_rkey_ptr); this process's own copy
  *   tcp  an active message asks, eager active messages answer, this process copies what they bring
- * Nobody but this process ever writes into its pool (I2), so once a fetch has completed - in whatever
- * way - nothing writes into its destination any more. Whether the bytes are the right ones is for the
- * caller to check (checksum bound to key and epoch, I3).
+ * Nobody but this process ever writes into its pool (I2), so once a fetch has completed - in
+ * whatever way - nothing writes into its destination any more. Whether the bytes are the right ones
+ * is for the caller to check (checksum bound to key and epoch, I3).
  *
- * Threads: everything here is any-thread after create; completions run on the transfer's own thread and
- * must only hand the operation on. That thread sleeps on UCX's event descriptor when idle. */
+ * Threads: everything here is any-thread after create; completions run on the transfer's own thread
+ * and must only hand the operation on. That thread sleeps on UCX's event descriptor when idle. */
 #pragma once
 
 #include <stddef.h>
@@ -20,7 +20,7 @@
 #include "common/kv/td_pool.h"
 
 #define TD_TRANSFER_PEERS_MAX 1024u
-#define TD_TRANSFER_OPS_MAX 4096u    /* fetches under way */
+#define TD_TRANSFER_OPS_MAX 4096u     /* fetches under way */
 #define TD_TRANSFER_PIECES_MAX 65536u /* pieces of one fetch */
 #define TD_TRANSFER_DEADLINE_MS 2000u
 #define TD_TRANSFER_GATHER_BYTES (512u * 1024u) /* one reply message; at least one piece */
@@ -33,14 +33,13 @@ typedef struct td_transfer td_transfer_t;
 typedef struct td_transfer_config {
     uint32_t block_count;
     size_t block_bytes;
-    uint64_t incarnation;   /* ours: peers know us by it */
-    td_metrics_t *metrics;  /* borrowed; NULL = none. Series are declared during create */
+    uint64_t incarnation;    /* ours: peers know us by it */
+    td_metrics_t *metrics;   /* borrowed; NULL = none. Series are declared during create */
     const char *name_prefix; /* of the series, e.g. "tandem_decode" */
 } td_transfer_config_t;
 
-/** Starts UCX, allocates and touches the pool's memory so that processes on this host can map it, and
- * starts the thread.
- * Errors: TD_ERR_IO (UCX: logged), TD_ERR_INVALID, TD_ERR_NO_MEMORY. */
+/** Starts UCX, allocates and touches the pool's memory so that processes on this host can map it,
+ * and starts the thread. Errors: TD_ERR_IO (UCX: logged), TD_ERR_INVALID, TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t td_transfer_create(const td_transfer_config_t *config,
                                              td_transfer_t **out);
 /** Completes every operation (TD_ERR_CANCELLED), joins the thread, unmaps the memory. */

@@ -416,7 +416,8 @@ td_status_t td_bus_recv(td_bus_t *bus, td_msg_t *msg_out, td_msg_arena_t **arena
         uint32_t frames = 0;
         td_status_t status = TD_ERR_PROTOCOL;
 
-        /* Identity, then exactly one frame of bytes; anything longer is read to its end and dropped. */
+        /* Identity, then exactly one frame of bytes; anything longer is read to its end and
+         * dropped. */
         while (more) {
             (void)zmq_msg_init(&frame);
             if (recv_frame(bus, &frame, &more) != TD_OK) {
@@ -425,8 +426,8 @@ td_status_t td_bus_recv(td_bus_t *bus, td_msg_t *msg_out, td_msg_arena_t **arena
             }
             frames++;
             if (frames == 2 && !more) {
-                status = td_msg_decode(zmq_msg_data(&frame), zmq_msg_size(&frame), msg_out,
-                                       arena_out);
+                status =
+                    td_msg_decode(zmq_msg_data(&frame), zmq_msg_size(&frame), msg_out, arena_out);
             }
             (void)zmq_msg_close(&frame);
         }

@@ -1,10 +1,10 @@
-/* td_bus.h - messages between processes over ZeroMQ. Design: sections 1 and 9; common/wire/DESIGN.md.
- * Each process binds one ROUTER socket to receive on and connects one DEALER for each peer it sends to,
- * so a slow or dead peer can hold up only its own queue. Nothing here blocks: what cannot be sent at
- * once waits in a bounded outbox for each peer, and past that td_bus_send() answers TD_ERR_BUSY (I6).
- * Off loopback all sockets use CURVE with a key pair derived from the cluster secret: who does not know
- * the secret cannot find the server's public key, so cannot speak to it.
- * Threads: loop (one thread creates and uses it). */
+/* td_bus.h - messages between processes over ZeroMQ. Design: sections 1 and 9;
+ * common/wire/DESIGN.md. Each process binds one ROUTER socket to receive on and connects one DEALER
+ * for each peer it sends to, so a slow or dead peer can hold up only its own queue. Nothing here
+ * blocks: what cannot be sent at once waits in a bounded outbox for each peer, and past that
+ * td_bus_send() answers TD_ERR_BUSY (I6). Off loopback all sockets use CURVE with a key pair
+ * derived from the cluster secret: who does not know the secret cannot find the server's public
+ * key, so cannot speak to it. Threads: loop (one thread creates and uses it). */
 #pragma once
 
 #include <stdbool.h>
@@ -43,7 +43,8 @@ void td_bus_set_incarnation(td_bus_t *bus, uint64_t incarnation);
  * Errors: TD_ERR_INVALID (endpoint), TD_ERR_BUSY (too many peers), TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t td_bus_connect(td_bus_t *bus, const char *id, const char *endpoint,
                                          uint64_t incarnation);
-/** Drops the connection and what waits in its outbox; late messages of that incarnation are refused. */
+/** Drops the connection and what waits in its outbox; late messages of that incarnation are
+ * refused. */
 void td_bus_disconnect(td_bus_t *bus, const char *id);
 /** 0 when not connected or not known. */
 uint64_t td_bus_peer_incarnation(const td_bus_t *bus, const char *id);
@@ -59,6 +60,5 @@ void td_bus_wait(td_bus_t *bus, const int *fds, uint32_t fd_count, uint32_t time
 /** Takes the next message. Foreign, stale and malformed ones are counted and skipped.
  * Errors: TD_ERR_NOT_FOUND (none waiting).
  * Owner:  as td_msg_decode(). */
-TD_MUST_CHECK td_status_t td_bus_recv(td_bus_t *bus, td_msg_t *msg_out,
-                                      td_msg_arena_t **arena_out);
+TD_MUST_CHECK td_status_t td_bus_recv(td_bus_t *bus, td_msg_t *msg_out, td_msg_arena_t **arena_out);
 uint64_t td_bus_refused(const td_bus_t *bus);

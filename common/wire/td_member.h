@@ -1,5 +1,5 @@
-/* td_member.h - a node's membership of the cluster: registers with the router, sends heartbeats, learns
- * the other processes, notices when the router is gone or has declared this node dead.
+/* td_member.h - a node's membership of the cluster: registers with the router, sends heartbeats,
+ * learns the other processes, notices when the router is gone or has declared this node dead.
  * Embedded coordination: the router is the registry. Design: sections 1 and 4.
  * Threads: loop (the bus's). */
 #pragma once

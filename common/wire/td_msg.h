@@ -1,7 +1,7 @@
 /* td_msg.h - the messages between processes as plain C, and their bytes (proto/tandem.proto).
- * Encoding and decoding are in td_msg_wire.c, the only place that knows protobuf. A decoded message is
- * checked: parallel arrays have equal lengths, counts are within the limits below, enums are known.
- * Threads: any (plain values). */
+ * Encoding and decoding are in td_msg_wire.c, the only place that knows protobuf. A decoded message
+ * is checked: parallel arrays have equal lengths, counts are within the limits below, enums are
+ * known. Threads: any (plain values). */
 #pragma once
 
 #include <stdbool.h>
@@ -235,8 +235,8 @@ typedef struct td_msg_end {
     td_msg_usage_t usage;
 } td_msg_end_t;
 
-/** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP: a list of blocks. Which arrays
- * are there follows from the type; the others are NULL. */
+/** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP: a list of blocks. Which
+ * arrays are there follows from the type; the others are NULL. */
 typedef struct td_msg_blocks {
     uint64_t request; /* or order */
     uint64_t term;

@@ -13,8 +13,8 @@
 #define UNCONST(type, ptr) ((type *)(uintptr_t)(ptr))
 
 struct td_msg_arena {
-    PB(Envelope) *envelope; /* owned */
-    void *extra;            /* owned, or NULL: arrays that have another form in C */
+    PB(Envelope) * envelope; /* owned */
+    void *extra;             /* owned, or NULL: arrays that have another form in C */
 };
 
 const char *td_role_name(td_role_t role)
@@ -48,7 +48,7 @@ static ProtobufCBinaryData pb_keys(const td_block_key_t *keys, uint32_t count)
 
 /* --- encoding -------------------------------------------------------------------------------- */
 
-static td_status_t pack(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t pack(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     size_t bytes = 0;
     size_t before = out->len;
@@ -77,7 +77,7 @@ static td_status_t pack(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
     return TD_OK;
 }
 
-static void fill_region(const td_msg_region_t *region, PB(Region) *pb)
+static void fill_region(const td_msg_region_t *region, PB(Region) * pb)
 {
     tandem__v1__region__init(pb);
     pb->ucx_address = pb_bytes(region->ucx_address);
@@ -87,7 +87,7 @@ static void fill_region(const td_msg_region_t *region, PB(Region) *pb)
     pb->block_bytes = region->block_bytes;
 }
 
-static void fill_peer(const td_msg_peer_t *peer, PB(Peer) *pb, PB(Region) *region)
+static void fill_peer(const td_msg_peer_t *peer, PB(Peer) * pb, PB(Region) * region)
 {
     tandem__v1__peer__init(pb);
     fill_region(&peer->region, region);
@@ -99,7 +99,7 @@ static void fill_peer(const td_msg_peer_t *peer, PB(Peer) *pb, PB(Region) *regio
     pb->store_master = peer->store_master;
 }
 
-static void fill_usage(const td_msg_usage_t *usage, PB(Usage) *pb)
+static void fill_usage(const td_msg_usage_t *usage, PB(Usage) * pb)
 {
     tandem__v1__usage__init(pb);
     pb->prompt_tokens = usage->prompt_tokens;
@@ -109,7 +109,7 @@ static void fill_usage(const td_msg_usage_t *usage, PB(Usage) *pb)
     pb->computed_tokens = usage->computed_tokens;
 }
 
-static void fill_logprobs(const td_msg_logprobs_t *lp, PB(Logprobs) *pb)
+static void fill_logprobs(const td_msg_logprobs_t *lp, PB(Logprobs) * pb)
 {
     tandem__v1__logprobs__init(pb);
     PB_ARRAY(*pb, token_logprobs, float, lp->token_logprobs, lp->count);
@@ -118,7 +118,7 @@ static void fill_logprobs(const td_msg_logprobs_t *lp, PB(Logprobs) *pb)
     PB_ARRAY(*pb, top_logprobs, float, lp->top_logprobs, lp->top_total);
 }
 
-static td_status_t encode_register(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_register(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_register_t *m = &msg->u.reg;
     PB(Register) pb = TANDEM__V1__REGISTER__INIT;
@@ -138,7 +138,7 @@ static td_status_t encode_register(const td_msg_t *msg, PB(Envelope) *env, td_st
     return pack(msg, env, out);
 }
 
-static td_status_t encode_registered(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_registered(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_registered_t *m = &msg->u.registered;
     PB(Registered) pb = TANDEM__V1__REGISTERED__INIT;
@@ -153,7 +153,7 @@ static td_status_t encode_registered(const td_msg_t *msg, PB(Envelope) *env, td_
     return pack(msg, env, out);
 }
 
-static td_status_t encode_peers(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_peers(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_peers_t *m = &msg->u.peers;
     PB(Peers) pb = TANDEM__V1__PEERS__INIT;
@@ -180,7 +180,7 @@ static td_status_t encode_peers(const td_msg_t *msg, PB(Envelope) *env, td_str_t
     return status;
 }
 
-static td_status_t encode_heartbeat(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_heartbeat(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_heartbeat_t *m = &msg->u.heartbeat;
     PB(Heartbeat) pb = TANDEM__V1__HEARTBEAT__INIT;
@@ -195,7 +195,7 @@ static td_status_t encode_heartbeat(const td_msg_t *msg, PB(Envelope) *env, td_s
     return pack(msg, env, out);
 }
 
-static td_status_t encode_lease(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_lease(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     PB(Lease) pb = TANDEM__V1__LEASE__INIT;
 
@@ -205,7 +205,7 @@ static td_status_t encode_lease(const td_msg_t *msg, PB(Envelope) *env, td_str_t
     return pack(msg, env, out);
 }
 
-static void fill_sampling(const td_msg_work_t *m, PB(Sampling) *pb)
+static void fill_sampling(const td_msg_work_t *m, PB(Sampling) * pb)
 {
     tandem__v1__sampling__init(pb);
     pb->temperature = m->temperature;
@@ -220,7 +220,7 @@ static void fill_sampling(const td_msg_work_t *m, PB(Sampling) *pb)
     PB_ARRAY(*pb, bias_values, float, m->bias_values, m->bias_count);
 }
 
-static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_work_t *m = &msg->u.work;
     PB(Work) pb = TANDEM__V1__WORK__INIT;
@@ -266,7 +266,7 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) *env, td_str_t 
     return pack(msg, env, out);
 }
 
-static td_status_t encode_reserved(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_reserved(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_reserved_t *m = &msg->u.reserved;
     PB(Reserved) pb = TANDEM__V1__RESERVED__INIT;
@@ -280,7 +280,7 @@ static td_status_t encode_reserved(const td_msg_t *msg, PB(Envelope) *env, td_st
     return pack(msg, env, out);
 }
 
-static td_status_t encode_layers(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_layers(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_layers_ready_t *m = &msg->u.layers;
     PB(LayersReady) pb = TANDEM__V1__LAYERS_READY__INIT;
@@ -297,7 +297,7 @@ static td_status_t encode_layers(const td_msg_t *msg, PB(Envelope) *env, td_str_
     return pack(msg, env, out);
 }
 
-static td_status_t encode_kv_ready(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_kv_ready(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_kv_ready_t *m = &msg->u.kv_ready;
     PB(KvReady) pb = TANDEM__V1__KV_READY__INIT;
@@ -322,7 +322,7 @@ static td_status_t encode_kv_ready(const td_msg_t *msg, PB(Envelope) *env, td_st
     return pack(msg, env, out);
 }
 
-static td_status_t encode_ticket(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_ticket(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_ticket_t *m = &msg->u.ticket;
     PB(KvAck) ack = TANDEM__V1__KV_ACK__INIT;
@@ -345,7 +345,7 @@ static td_status_t encode_ticket(const td_msg_t *msg, PB(Envelope) *env, td_str_
     return pack(msg, env, out);
 }
 
-static td_status_t encode_tokens(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_tokens(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_tokens_t *m = &msg->u.tokens;
     PB(Tokens) pb = TANDEM__V1__TOKENS__INIT;
@@ -368,7 +368,7 @@ static td_status_t encode_tokens(const td_msg_t *msg, PB(Envelope) *env, td_str_
     return pack(msg, env, out);
 }
 
-static td_status_t encode_end(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_end(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_end_t *m = &msg->u.end;
     PB(End) pb = TANDEM__V1__END__INIT;
@@ -385,7 +385,7 @@ static td_status_t encode_end(const td_msg_t *msg, PB(Envelope) *env, td_str_t *
     return pack(msg, env, out);
 }
 
-static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_blocks_t *m = &msg->u.blocks;
     PB(PutStart) put = TANDEM__V1__PUT_START__INIT;
@@ -452,7 +452,7 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) *env, td_str_
     return pack(msg, env, out);
 }
 
-static td_status_t encode_lookup_result(const td_msg_t *msg, PB(Envelope) *env, td_str_t *out)
+static td_status_t encode_lookup_result(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_lookup_result_t *m = &msg->u.found;
     PB(LookupResult) pb = TANDEM__V1__LOOKUP_RESULT__INIT;
@@ -546,7 +546,7 @@ static bool id_ok(const char *id)
     return len <= TD_MSG_ID_CHARS_MAX;
 }
 
-static td_status_t read_region(const PB(Region) *pb, td_msg_region_t *region)
+static td_status_t read_region(const PB(Region) * pb, td_msg_region_t *region)
 {
     if (pb == NULL) {
         return TD_OK;
@@ -562,9 +562,10 @@ static td_status_t read_region(const PB(Region) *pb, td_msg_region_t *region)
     return TD_OK;
 }
 
-static td_status_t read_peer(const PB(Peer) *pb, td_msg_peer_t *peer)
+static td_status_t read_peer(const PB(Peer) * pb, td_msg_peer_t *peer)
 {
-    MUST(pb != NULL && pb->id[0] != '\0' && id_ok(pb->id), "peer id empty, too long or unprintable");
+    MUST(pb != NULL && pb->id[0] != '\0' && id_ok(pb->id),
+         "peer id empty, too long or unprintable");
     MUST(pb->role >= 1 && (int)pb->role <= TD_ROLE_KVSTORE, "peer role unknown");
     MUST(strlen(pb->endpoint) <= 255, "peer endpoint over 255 characters");
     peer->id = pb->id;
@@ -575,7 +576,7 @@ static td_status_t read_peer(const PB(Peer) *pb, td_msg_peer_t *peer)
     return read_region(pb->region, &peer->region);
 }
 
-static td_status_t read_register(const PB(Register) *pb, td_msg_register_t *m)
+static td_status_t read_register(const PB(Register) * pb, td_msg_register_t *m)
 {
     TD_TRY(read_peer(pb->self, &m->self));
     MUST(pb->fingerprint.len == 0 || pb->fingerprint.len == 32, "fingerprint is not 32 bytes");
@@ -590,7 +591,7 @@ static td_status_t read_register(const PB(Register) *pb, td_msg_register_t *m)
     return TD_OK;
 }
 
-static td_status_t read_peers(const PB(Peers) *pb, td_msg_peers_t *m, td_msg_arena_t *arena)
+static td_status_t read_peers(const PB(Peers) * pb, td_msg_peers_t *m, td_msg_arena_t *arena)
 {
     td_msg_peer_t *peers = NULL;
 
@@ -609,7 +610,7 @@ static td_status_t read_peers(const PB(Peers) *pb, td_msg_peers_t *m, td_msg_are
     return TD_OK;
 }
 
-static td_status_t read_work(const PB(Work) *pb, td_msg_work_t *m, td_msg_arena_t *arena)
+static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena_t *arena)
 {
     const PB(Sampling) *s = pb->sampling;
     td_bytes_t *stops = NULL;
@@ -672,7 +673,7 @@ static td_status_t read_work(const PB(Work) *pb, td_msg_work_t *m, td_msg_arena_
     return TD_OK;
 }
 
-static td_status_t read_logprobs(const PB(Logprobs) *pb, size_t tokens, td_msg_logprobs_t *m)
+static td_status_t read_logprobs(const PB(Logprobs) * pb, size_t tokens, td_msg_logprobs_t *m)
 {
     uint64_t total = 0;
 
@@ -695,7 +696,7 @@ static td_status_t read_logprobs(const PB(Logprobs) *pb, size_t tokens, td_msg_l
     return TD_OK;
 }
 
-static void read_usage(const PB(Usage) *pb, td_msg_usage_t *m)
+static void read_usage(const PB(Usage) * pb, td_msg_usage_t *m)
 {
     if (pb != NULL) {
         m->prompt_tokens = pb->prompt_tokens;
@@ -706,7 +707,7 @@ static void read_usage(const PB(Usage) *pb, td_msg_usage_t *m)
     }
 }
 
-static td_status_t read_layers(const PB(LayersReady) *pb, td_msg_layers_ready_t *m)
+static td_status_t read_layers(const PB(LayersReady) * pb, td_msg_layers_ready_t *m)
 {
     MUST(pb->n_blocks >= 1 && pb->n_blocks <= TD_MSG_BLOCKS_MAX && pb->n_epochs == pb->n_blocks,
          "layers_ready: array lengths");
@@ -723,7 +724,7 @@ static td_status_t read_layers(const PB(LayersReady) *pb, td_msg_layers_ready_t 
     return TD_OK;
 }
 
-static td_status_t read_kv_ready(const PB(KvReady) *pb, td_msg_kv_ready_t *m)
+static td_status_t read_kv_ready(const PB(KvReady) * pb, td_msg_kv_ready_t *m)
 {
     size_t n = pb->n_blocks;
 
@@ -750,7 +751,7 @@ static td_status_t read_kv_ready(const PB(KvReady) *pb, td_msg_kv_ready_t *m)
     return read_logprobs(pb->logprobs, pb->n_first_tokens, &m->logprobs);
 }
 
-static td_status_t read_tokens(const PB(Tokens) *pb, td_msg_tokens_t *m)
+static td_status_t read_tokens(const PB(Tokens) * pb, td_msg_tokens_t *m)
 {
     MUST(pb->n_tokens <= TD_MSG_PROMPT_TOKENS_MAX, "tokens: too many");
     MUST(pb->choice < TD_MSG_CHOICES_MAX, "tokens: choice");
@@ -771,7 +772,7 @@ static td_status_t read_tokens(const PB(Tokens) *pb, td_msg_tokens_t *m)
     return read_logprobs(pb->logprobs, pb->n_tokens, &m->logprobs);
 }
 
-static td_status_t read_end(const PB(End) *pb, td_msg_end_t *m)
+static td_status_t read_end(const PB(End) * pb, td_msg_end_t *m)
 {
     MUST(pb->leg == TANDEM__V1__ROLE__ROLE_PREFILL || pb->leg == TANDEM__V1__ROLE__ROLE_DECODE,
          "end: leg");
@@ -794,7 +795,7 @@ static td_status_t read_keys(const ProtobufCBinaryData *keys, td_msg_blocks_t *m
     return TD_OK;
 }
 
-static td_status_t read_put_start(const PB(PutStart) *pb, td_msg_blocks_t *m)
+static td_status_t read_put_start(const PB(PutStart) * pb, td_msg_blocks_t *m)
 {
     TD_TRY(read_keys(&pb->keys, m));
     MUST(pb->n_blocks == m->count && pb->n_epochs == m->count && pb->n_checksums == m->count,
@@ -806,7 +807,7 @@ static td_status_t read_put_start(const PB(PutStart) *pb, td_msg_blocks_t *m)
     return TD_OK;
 }
 
-static td_status_t read_put_result(const PB(PutResult) *pb, td_msg_blocks_t *m)
+static td_status_t read_put_result(const PB(PutResult) * pb, td_msg_blocks_t *m)
 {
     TD_TRY(read_keys(&pb->keys, m));
     MUST(pb->n_statuses == m->count, "put_result: array lengths");
@@ -815,7 +816,7 @@ static td_status_t read_put_result(const PB(PutResult) *pb, td_msg_blocks_t *m)
     return TD_OK;
 }
 
-static td_status_t read_store_order(const PB(StoreOrder) *pb, td_msg_blocks_t *m)
+static td_status_t read_store_order(const PB(StoreOrder) * pb, td_msg_blocks_t *m)
 {
     TD_TRY(read_keys(&pb->keys, m));
     MUST(pb->n_blocks == m->count && pb->n_epochs == m->count && pb->n_checksums == m->count,
@@ -831,7 +832,7 @@ static td_status_t read_store_order(const PB(StoreOrder) *pb, td_msg_blocks_t *m
     return TD_OK;
 }
 
-static td_status_t read_store_done(const PB(StoreDone) *pb, td_msg_blocks_t *m)
+static td_status_t read_store_done(const PB(StoreDone) * pb, td_msg_blocks_t *m)
 {
     TD_TRY(read_keys(&pb->keys, m));
     MUST(pb->n_blocks == m->count && pb->n_epochs == m->count && pb->n_checksums == m->count &&
@@ -846,7 +847,7 @@ static td_status_t read_store_done(const PB(StoreDone) *pb, td_msg_blocks_t *m)
     return TD_OK;
 }
 
-static td_status_t read_lookup_result(const PB(LookupResult) *pb, td_msg_lookup_result_t *m)
+static td_status_t read_lookup_result(const PB(LookupResult) * pb, td_msg_lookup_result_t *m)
 {
     size_t n = pb->n_blocks;
 
@@ -881,7 +882,7 @@ static td_status_t read_ticket(uint64_t ticket, uint32_t attempt, int32_t status
     return TD_OK;
 }
 
-static td_status_t read_body(const PB(Envelope) *env, td_msg_t *msg, td_msg_arena_t *arena)
+static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_arena_t *arena)
 {
     msg->type = (td_msg_type_t)env->body_case;
     switch (env->body_case) {
@@ -974,7 +975,7 @@ static void arena_release(void *ctx, void *ptr)
 
 static ProtobufCAllocator allocator = {.alloc = arena_alloc, .free = arena_release};
 
-static td_status_t read_envelope(const PB(Envelope) *env, td_msg_t *msg, td_msg_arena_t *arena)
+static td_status_t read_envelope(const PB(Envelope) * env, td_msg_t *msg, td_msg_arena_t *arena)
 {
     MUST(env->version == TD_WIRE_VERSION, "wire version differs");
     MUST(env->sender_id[0] != '\0' && id_ok(env->sender_id), "sender id");

@@ -74,13 +74,12 @@ td_config_next_t td_proc_init(td_proc_t *proc, const char *program, const char *
         return TD_CONFIG_EXIT_USAGE;
     }
     td_log_init(proc->id, level);
-    if (sodium_init() < 0 ||
-        td_fault_init(td_config_text(proc->config, "fault")) != TD_OK) {
+    if (sodium_init() < 0 || td_fault_init(td_config_text(proc->config, "fault")) != TD_OK) {
         (void)fprintf(stderr, "%s: fault: STEP:kill|stop[:N] expected, in a test build\n", program);
         return TD_CONFIG_EXIT_USAGE;
     }
-    if (td_cluster_secret_load(td_config_text(proc->config, "cluster-secret-file"),
-                               proc->secret) != TD_OK ||
+    if (td_cluster_secret_load(td_config_text(proc->config, "cluster-secret-file"), proc->secret) !=
+            TD_OK ||
         td_metrics_create(&proc->metrics) != TD_OK || open_signals(proc) != TD_OK) {
         return TD_CONFIG_EXIT_USAGE;
     }
@@ -102,8 +101,8 @@ td_status_t td_proc_open(td_proc_t *proc, bool with_statusd)
 
     TD_TRY(td_bus_create(&bus, &proc->bus));
     if (with_statusd) {
-        TD_TRY(td_statusd_create(td_config_text(proc->config, "http"), proc->metrics,
-                                 &proc->statusd));
+        TD_TRY(
+            td_statusd_create(td_config_text(proc->config, "http"), proc->metrics, &proc->statusd));
     }
     TD_LOG_INFO("process up", "id=%s bus=%s http=%s version=%s", proc->id,
                 td_bus_endpoint(proc->bus),

@@ -1,6 +1,5 @@
-/* td_proc.h - what every Tandem process does first: options, log, secret, incarnation, bus, status page,
- * signals. And last: the same backwards.
- * Threads: init. */
+/* td_proc.h - what every Tandem process does first: options, log, secret, incarnation, bus, status
+ * page, signals. And last: the same backwards. Threads: init. */
 #pragma once
 
 #include <stdbool.h>
@@ -17,10 +16,11 @@
         {"listen", TD_OPTION_TEXT, "tcp://127.0.0.1:*", "ZeroMQ endpoint to bind"},                \
         {"advertise", TD_OPTION_TEXT, NULL, "host that other processes reach this one by"},        \
         {"http", TD_OPTION_TEXT, "127.0.0.1:0", "address of /metrics and /health"},                \
-        {"cluster-secret-file", TD_OPTION_TEXT, NULL, "file with the cluster's secret, mode 0600"},\
+        {"cluster-secret-file", TD_OPTION_TEXT, NULL,                                              \
+         "file with the cluster's secret, mode 0600"},                                             \
         {"curve", TD_OPTION_BOOL, "false", "encrypt ZeroMQ on loopback too (elsewhere always)"},   \
-        {"log-level", TD_OPTION_CHOICE, "info", "lowest level logged", 0, 0,                       \
-         "error|warn|info|debug"},                                                                 \
+        {"log-level", TD_OPTION_CHOICE,       "info", "lowest level logged", 0,                    \
+         0,           "error|warn|info|debug"},                                                    \
         {"ready-file", TD_OPTION_TEXT, NULL, "write the status page's host:port here once bound"}, \
     {                                                                                              \
         "fault", TD_OPTION_TEXT, NULL, "test builds: STEP:kill|stop[:N]"                           \

@@ -82,8 +82,7 @@ static td_status_t parse_listen(const char *listen, struct sockaddr_in *addr)
     memset(addr, 0, sizeof(*addr));
     addr->sin_family = AF_INET;
     addr->sin_port = htons((uint16_t)port);
-    return port <= 65535 && inet_pton(AF_INET, host, &addr->sin_addr) == 1 ? TD_OK
-                                                                           : TD_ERR_INVALID;
+    return port <= 65535 && inet_pton(AF_INET, host, &addr->sin_addr) == 1 ? TD_OK : TD_ERR_INVALID;
 }
 
 td_status_t td_statusd_create(const char *listen, const td_metrics_t *metrics, td_statusd_t **out)

@@ -1,0 +1,239 @@
+/* Continuous batching: every step runs one row of each running choice, whichever request it is of.
+ */
+#include "decode_node/dcn_node.h"
+
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_fault.h"
+#include "common/base/td_log.h"
+
+/* --- admission ----------------------------------------------------------------------------------
+ */
+
+static td_status_t init_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
+{
+    dcn_choice_t *c = &t->choices[index];
+    const td_msg_work_t *w = &t->work;
+    td_logit_bias_t bias[TD_LOGIT_BIAS_MAX];
+    td_sampling_t params;
+
+    c->ticket = t;
+    c->index = index;
+    c->stop.strings = (const td_stop_string_t *)w->stops; /* the same shape, see below */
+    c->stop.count = w->stop_count;
+    c->stop.include = w->include_stop;
+    c->published = t->full_blocks;
+    if (t->full_blocks > 0) {
+        c->last_key = t->keys[t->full_blocks - 1];
+    }
+    c->tokens = td_calloc(w->max_tokens, sizeof(*c->tokens));
+    if (c->tokens == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    td_node_sampling(w, index, bias, &params);
+    return td_sampler_create(&params, d->node.info->vocab_size, w->prompt, w->prompt_tokens,
+                             &c->sampler);
+}
+
+_Static_assert(sizeof(td_stop_string_t) == sizeof(td_bytes_t) &&
+                   offsetof(td_stop_string_t, len) == offsetof(td_bytes_t, len),
+               "stop strings are lent as they came");
+
+/* Choice 0 takes the ticket's sequence; the others share the prompt's blocks. */
+static td_status_t init_sequences(dcn_node_t *d, dcn_ticket_t *t)
+{
+    const td_kv_layout_t *layout = td_node_layout(&d->node);
+    uint32_t tokens_max = t->work.prompt_tokens + t->work.max_tokens;
+    uint32_t each = td_kv_blocks_for(layout, tokens_max) - t->full_blocks;
+
+    for (uint32_t i = 1; i < t->work.n; i++) {
+        dcn_choice_t *c = &t->choices[i];
+        TD_TRY(td_seq_init(&c->seq, d->node.pool, layout, tokens_max));
+        td_seq_fork(&c->seq, &t->seq);
+        c->seq.reserved = each; /* moved from the ticket's promise */
+        t->reserve_choices -= each;
+    }
+    t->choices[0].seq = t->seq;
+    memset(&t->seq, 0, sizeof(t->seq));
+    t->choices[0].seq.reserved += t->reserve_choices; /* the copy of a shared partial block */
+    t->reserve_choices = 0;
+    return TD_OK;
+}
+
+static td_sampled_t first_token(const dcn_ticket_t *t, uint32_t choice)
+{
+    td_sampled_t s;
+    uint32_t at = 0;
+
+    memset(&s, 0, sizeof(s));
+    s.token = t->ready.first_tokens[choice];
+    if (t->ready.logprobs.count > 0) {
+        const td_msg_logprobs_t *lp = &t->ready.logprobs;
+        s.logprob = lp->token_logprobs[choice];
+        for (uint32_t i = 0; lp->top_counts != NULL && i < choice; i++) {
+            at += lp->top_counts[i];
+        }
+        s.top_count = lp->top_counts != NULL ? lp->top_counts[choice] : 0;
+        for (uint32_t i = 0; i < s.top_count; i++) {
+            s.top[i] = (td_logprob_t){lp->top_tokens[at + i], lp->top_logprobs[at + i]};
+        }
+    }
+    return s;
+}
+
+void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
+{
+    td_status_t status = TD_OK;
+    uint32_t n = t->work.n;
+
+    t->choices = td_calloc(n, sizeof(*t->choices));
+    if (t->choices == NULL) {
+        dcn_ticket_end(d, t, TD_ERR_NO_MEMORY);
+        return;
+    }
+    for (uint32_t i = 0; i < n && status == TD_OK; i++) {
+        status = init_choice(d, t, i);
+    }
+    if (status == TD_OK) {
+        status = init_sequences(d, t);
+    }
+    if (status != TD_OK) {
+        dcn_ticket_end(d, t, status);
+        return;
+    }
+    t->state = DCN_RUNNING;
+    t->live = n;
+    for (uint32_t i = 0; i < n; i++) {
+        td_sampled_t first = first_token(t, i);
+        uint64_t hash = t->ready.hash_count > 0 ? t->ready.hashes[i] : 0;
+        if (!dcn_stream_token(d, &t->choices[i], &first, hash)) {
+            return; /* the ticket has ended */
+        }
+    }
+}
+
+/* --- the worker's thread ------------------------------------------------------------------------
+ */
+
+static void run_batch(void *ctx)
+{
+    dcn_node_t *d = ctx;
+    dcn_batch_t *b = &d->batch;
+    uint32_t vocab = d->node.info->vocab_size;
+    const float *logits = NULL;
+
+    b->status = td_model_forward(d->node.model, td_pool_base(d->node.pool), b->rows, b->count, 0,
+                                 NULL, NULL, &logits);
+    for (uint32_t i = 0; b->status == TD_OK && i < b->count; i++) {
+        dcn_choice_t *c = b->choices[i];
+        const td_msg_work_t *w = &c->ticket->work;
+        const float *row = logits + (size_t)i * vocab;
+        bool ban = c->token_count < w->min_tokens;
+        c->status =
+            td_sampler_pick(c->sampler, row, w->prompt_tokens + c->token_count, d->node.stop_ids,
+                            ban ? d->node.stop_count : 0, w->want_logprobs,
+                            w->want_logprobs ? w->top_logprobs : 0, &c->sampled);
+        c->logits_hash = w->want_hashes ? td_logits_hash(row, vocab) : 0;
+    }
+}
+
+/* --- the loop's thread --------------------------------------------------------------------------
+ */
+
+static bool add_row(dcn_node_t *d, dcn_choice_t *c)
+{
+    dcn_batch_t *b = &d->batch;
+    /* The newest token is the one whose KV this step writes. */
+    uint32_t position = c->ticket->work.prompt_tokens + c->token_count - 1;
+
+    if (td_seq_prepare_write(&c->seq, position) != TD_OK) {
+        return false; /* cannot happen while growth is reserved; the choice waits for a block */
+    }
+    b->rows[b->count] = (td_model_row_t){.token = c->tokens[c->token_count - 1],
+                                         .position = position,
+                                         .blocks = c->seq.blocks,
+                                         .want_logits = true};
+    b->choices[b->count] = c;
+    b->tickets[b->count] = c->ticket;
+    b->count++;
+    c->ticket->computing = true;
+    return true;
+}
+
+void dcn_batch_schedule(dcn_node_t *d)
+{
+    uint32_t seen = 0;
+
+    if (td_worker_is_busy(d->node.worker)) {
+        return;
+    }
+    d->batch.count = 0;
+    /* Starts behind where the last full batch ended, so nobody starves when more run than fit. */
+    for (uint32_t pass = 0; pass < 2; pass++) {
+        seen = 0;
+        for (dcn_ticket_t *t = d->tickets; t != NULL; t = t->next, seen++) {
+            bool turn = pass == 0 ? seen >= d->next_ticket_turn : seen < d->next_ticket_turn;
+            if (!turn || t->state != DCN_RUNNING) {
+                continue;
+            }
+            if (d->batch.count + t->live > d->batch_max && d->batch.count > 0) {
+                d->next_ticket_turn = seen;
+                goto full;
+            }
+            for (uint32_t i = 0; i < t->work.n && d->batch.count < DCN_BATCH_ROWS_MAX; i++) {
+                if (t->choices[i].finish == TD_FINISH_NONE) {
+                    (void)add_row(d, &t->choices[i]);
+                }
+            }
+        }
+    }
+    d->next_ticket_turn = 0;
+full:
+    if (d->batch.count > 0) {
+        d->batch.started_ns = td_now_ns();
+        td_worker_submit(d->node.worker, run_batch, d);
+    }
+}
+
+void dcn_batch_progress(dcn_node_t *d)
+{
+    dcn_batch_t *b = &d->batch;
+    uint64_t took_ns = 0;
+
+    if (!td_worker_take_done(d->node.worker)) {
+        return;
+    }
+    took_ns = td_now_ns() - b->started_ns;
+    td_metric_observe_ns(d->batch_seconds, took_ns);
+    d->tokens_per_s = b->count * TD_NS_PER_S / TD_MAX(took_ns, 1ull);
+    if (b->status != TD_OK) {
+        TD_LOG_ERROR("decode step failed", "status=%s rows=%u", td_status_name(b->status),
+                     b->count);
+    }
+    for (uint32_t i = 0; i < b->count; i++) {
+        b->tickets[i]->computing = false;
+    }
+    for (uint32_t i = 0; i < b->count; i++) {
+        dcn_choice_t *c = b->choices[i];
+        dcn_ticket_t *t = b->tickets[i];
+        td_status_t status = b->status != TD_OK ? b->status : c->status;
+        bool alive = t->state == DCN_RUNNING;
+        if (alive && status != TD_OK) {
+            dcn_ticket_end(d, t, status);
+            alive = false;
+        } else if (alive) {
+            alive = dcn_stream_token(d, c, &c->sampled, c->logits_hash);
+        } else {
+            dcn_ticket_settle(d, t);
+        }
+        if (!alive) {
+            /* The ticket is gone: pass over its other rows. */
+            while (i + 1 < b->count && b->tickets[i + 1] == t) {
+                i++;
+            }
+        }
+    }
+    TD_FAULT_POINT("decode_step");
+}

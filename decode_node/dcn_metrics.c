@@ -1,0 +1,18 @@
+#include "decode_node/dcn_node.h"
+
+void dcn_metrics_declare(dcn_node_t *d)
+{
+    td_metrics_t *m = d->node.proc.metrics;
+    const char *requests = "tandem_decode_requests_total";
+
+    d->tokens = td_metrics_counter(m, "tandem_decode_tokens_total", NULL, "tokens generated");
+    d->requests_ok = td_metrics_counter(m, requests, "outcome=\"ok\"", "decode legs that ended");
+    d->requests_failed = td_metrics_counter(m, requests, "outcome=\"failed\"", "");
+    d->requests_cancelled = td_metrics_counter(m, requests, "outcome=\"cancelled\"", "");
+    d->running = td_metrics_gauge(m, "tandem_decode_requests_running", NULL,
+                                  "decode legs under way, with those that drain");
+    d->batch_seconds = td_metrics_histogram(m, "tandem_decode_batch_seconds", NULL,
+                                            "time of a step over the running batch");
+    d->kv_failed = td_metrics_counter(m, "tandem_decode_handoff_failures_total", NULL,
+                                      "hand-offs whose blocks did not arrive whole");
+}

@@ -1,0 +1,123 @@
+/* dcn_node.h - the decode node's state: tickets, their choices, and the batch that runs.
+ * A ticket goes through the states below in this order; every exit is dcn_ticket_end() (I5).
+ * Design: section 4, "Hand-off"; decode_node/DESIGN.md.
+ * Threads: loop. While a batch computes, its tickets are not released (computing). */
+#pragma once
+
+#include "common/model/td_stop.h"
+#include "common/node/td_node.h"
+#include "kvstore/kvs_client.h"
+
+#define DCN_TICKETS_MAX 1024u /* past it: busy */
+#define DCN_BATCH_ROWS_MAX 256u
+
+typedef enum dcn_state {
+    DCN_FETCHING, /* blocks are reserved; layers come in */
+    DCN_RUNNING,  /* admitted: choices generate */
+    DCN_DRAIN     /* ended; fetches or the batch still hold memory */
+} dcn_state_t;
+
+struct dcn_ticket;
+
+typedef struct dcn_choice {
+    struct dcn_ticket *ticket;
+    uint32_t index;
+    td_seq_t seq;          /* owned */
+    td_sampler_t *sampler; /* owned */
+    uint32_t *tokens;      /* owned, [max_tokens]: generated */
+    uint32_t token_count;
+    uint32_t published;      /* full blocks of the sequence that are indexed */
+    td_block_key_t last_key; /* of block published - 1 */
+    td_detok_t detok;
+    td_stop_t stop;
+    td_finish_t finish;
+    td_sampled_t sampled; /* written by the batch */
+    uint64_t logits_hash;
+    td_status_t status; /* of the batch's sampling */
+} dcn_choice_t;
+
+typedef struct dcn_ticket {
+    uint64_t ticket;
+    uint32_t attempt;
+    dcn_state_t state;
+    td_msg_work_t work;    /* borrows from arena */
+    td_msg_arena_t *arena; /* owned */
+    td_block_root_t root;
+    uint64_t prefill_incarnation;
+    uint64_t deadline_ns;
+    uint32_t blocks; /* of the prompt, with a partial last one */
+    uint32_t full_blocks;
+    uint32_t held_blocks;        /* leading ones that were here before */
+    td_block_key_t *keys;        /* owned, [blocks] */
+    uint32_t *layers;            /* owned, [blocks]: layers fetched so far */
+    uint64_t *hashes;            /* owned, [blocks]: content, once verified */
+    uint32_t fetches;            /* under way */
+    td_msg_kv_ready_t ready;     /* borrows from ready_arena; valid once that is set */
+    td_msg_arena_t *ready_arena; /* owned */
+    bool refetched;              /* what was never announced has been asked for */
+    td_seq_t seq;                /* owned until admission: then choice 0 has it */
+    uint32_t reserve_choices;    /* blocks reserved for choices 1.. */
+    dcn_choice_t *choices;       /* owned, [n] once admitted */
+    uint32_t live;               /* choices that still generate */
+    bool computing;
+    uint32_t *quarantined; /* owned, [blocks]; while DCN_DRAIN */
+    uint32_t quarantined_count;
+    struct dcn_ticket *next;
+} dcn_ticket_t;
+
+typedef struct dcn_batch {
+    td_model_row_t rows[DCN_BATCH_ROWS_MAX];
+    dcn_choice_t *choices[DCN_BATCH_ROWS_MAX];
+    dcn_ticket_t
+        *tickets[DCN_BATCH_ROWS_MAX]; /* theirs: a choice may be gone before its ticket's turn */
+    uint32_t count;
+    td_status_t status;
+    uint64_t started_ns;
+} dcn_batch_t;
+
+typedef struct dcn_node {
+    td_node_t node;
+    kvs_client_t *store;
+    uint32_t batch_max;
+    dcn_ticket_t *tickets; /* list, oldest first */
+    uint32_t ticket_count;
+    uint32_t next_ticket_turn; /* rotates, when more choices run than a batch holds */
+    dcn_batch_t batch;
+    td_str_t text; /* scratch */
+    td_str_t raw;  /* scratch */
+    uint64_t tokens_per_s;
+    td_metric_t *tokens;
+    td_metric_t *requests_ok;
+    td_metric_t *requests_failed;
+    td_metric_t *requests_cancelled;
+    td_metric_t *running;
+    td_metric_t *batch_seconds;
+    td_metric_t *kv_failed;
+} dcn_node_t;
+
+/* dcn_ticket.c */
+void dcn_ticket_reserve(dcn_node_t *dcn, const td_msg_t *msg, td_msg_arena_t **arena);
+void dcn_ticket_end(dcn_node_t *dcn, dcn_ticket_t *ticket, td_status_t status);
+dcn_ticket_t *dcn_ticket_find(dcn_node_t *dcn, uint64_t ticket, uint32_t attempt);
+void dcn_ticket_settle(dcn_node_t *dcn, dcn_ticket_t *ticket);
+void dcn_ticket_tick(dcn_node_t *dcn);
+
+/* dcn_receive.c: the hand-off's receiving side */
+void dcn_receive_layers(dcn_node_t *dcn, const td_msg_t *msg);
+void dcn_receive_ready(dcn_node_t *dcn, const td_msg_t *msg, td_msg_arena_t **arena);
+void dcn_receive_fetched(dcn_node_t *dcn, td_node_fetch_t *job);
+
+/* dcn_batch.c: continuous batching */
+/** Makes the choices of a verified ticket, sends their first tokens. */
+void dcn_batch_admit(dcn_node_t *dcn, dcn_ticket_t *ticket);
+void dcn_batch_schedule(dcn_node_t *dcn);
+void dcn_batch_progress(dcn_node_t *dcn);
+
+/* dcn_stream.c: tokens to text to the router */
+/** Takes a choice's next token: text, stop conditions, message; publishes full blocks.
+ * Returns false when the ticket has ended. */
+bool dcn_stream_token(dcn_node_t *dcn, dcn_choice_t *choice, const td_sampled_t *sampled,
+                      uint64_t logits_hash);
+
+/* dcn_metrics.c */
+void dcn_metrics_declare(dcn_node_t *dcn);

@@ -1,0 +1,247 @@
+/* The hand-off's receiving side: fetch layers as they are announced, verify whole blocks,
+ * acknowledge. */
+#include "decode_node/dcn_node.h"
+
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_fault.h"
+#include "common/base/td_log.h"
+
+/* The hand-off did not work out: both legs and the router hear of it, and the router tries again.
+ */
+static void fail(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
+{
+    td_msg_t msg = {.type = TD_MSG_KV_FAILED};
+
+    td_metric_add(d->kv_failed, 1);
+    TD_LOG_WARN("hand-off failed", "req=%s attempt=%u status=%s", t->work.request_id, t->attempt,
+                td_status_name(status));
+    msg.u.ticket = (td_msg_ticket_t){.ticket = t->ticket, .attempt = t->attempt, .status = status};
+    if (td_bus_send(d->node.proc.bus, t->work.peer_id, &msg) != TD_OK) {
+        TD_LOG_DEBUG("prefill not told", "req=%s", t->work.request_id);
+    }
+    if (td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
+        TD_LOG_WARN("router not told", "req=%s", t->work.request_id);
+    }
+    dcn_ticket_end(d, t, status);
+}
+
+static td_status_t submit_range(dcn_node_t *d, dcn_ticket_t *t, uint32_t layer_begin,
+                                uint32_t layer_end, uint32_t first, uint32_t count,
+                                const uint32_t *blocks, const uint64_t *epochs)
+{
+    size_t layer_bytes = td_kv_layer_bytes(td_node_layout(&d->node));
+    td_node_fetch_t *job = td_node_fetch_new(&d->node, t->prefill_incarnation, count);
+
+    if (job == NULL) {
+        return TD_ERR_BUSY;
+    }
+    job->ticket = t->ticket;
+    job->attempt = t->attempt;
+    job->first = first;
+    job->layers = layer_end - layer_begin;
+    for (uint32_t i = 0; i < count; i++) {
+        job->pieces[i] =
+            (td_fetch_piece_t){.epoch = epochs[i],
+                               .block = blocks[i],
+                               .offset = (uint32_t)(layer_begin * layer_bytes),
+                               .bytes = (uint32_t)((layer_end - layer_begin) * layer_bytes),
+                               .dest = td_pool_bytes(d->node.pool, t->seq.blocks[first + i]) +
+                                       layer_begin * layer_bytes};
+    }
+    TD_TRY(td_node_fetch_submit(job));
+    t->fetches++;
+    TD_FAULT_POINT("decode_fetch");
+    return TD_OK;
+}
+
+/* Takes blocks from the reservation up to a logical index. */
+static void grow_to(dcn_ticket_t *t, uint32_t blocks)
+{
+    while (t->seq.block_count < blocks) {
+        (void)td_seq_grow_raw(&t->seq); /* fetched whole: every byte is written */
+    }
+}
+
+void dcn_receive_layers(dcn_node_t *d, const td_msg_t *msg)
+{
+    const td_msg_layers_ready_t *m = &msg->u.layers;
+    dcn_ticket_t *t = dcn_ticket_find(d, m->ticket, m->attempt);
+    td_status_t status = TD_OK;
+
+    if (t == NULL || t->state != DCN_FETCHING ||
+        msg->sender_incarnation != t->prefill_incarnation) {
+        return;
+    }
+    if (m->layer_end > td_node_layout(&d->node)->layers || m->first_block < t->held_blocks ||
+        m->first_block > t->blocks || m->count > t->blocks - m->first_block) {
+        fail(d, t, TD_ERR_PROTOCOL);
+        return;
+    }
+    grow_to(t, m->first_block + m->count);
+    status = submit_range(d, t, m->layer_begin, m->layer_end, m->first_block, m->count, m->blocks,
+                          m->epochs);
+    if (status != TD_OK) {
+        fail(d, t, status);
+    }
+}
+
+/* Asks for blocks of which not every layer was announced (a lost announcement). */
+static td_status_t fetch_missing(dcn_node_t *d, dcn_ticket_t *t)
+{
+    uint32_t layers = td_node_layout(&d->node)->layers;
+
+    t->refetched = true;
+    grow_to(t, t->blocks);
+    for (uint32_t i = t->ready.first_block; i < t->blocks; i++) {
+        uint32_t at = i - t->ready.first_block;
+        if (i >= t->held_blocks && t->layers[i] < layers) {
+            t->layers[i] = 0;
+            TD_TRY(submit_range(d, t, 0, layers, i, 1, &t->ready.blocks[at], &t->ready.epochs[at]));
+        }
+    }
+    return TD_OK;
+}
+
+static bool all_layers_here(const dcn_node_t *d, const dcn_ticket_t *t)
+{
+    for (uint32_t i = t->held_blocks; i < t->blocks; i++) {
+        if (t->layers[i] < td_node_layout(&d->node)->layers) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Checks every fetched block against its checksum, over our own copy; right ones are kept even when
+ * another one is wrong, so that a retry finds them. */
+static td_status_t verify(dcn_node_t *d, dcn_ticket_t *t)
+{
+    td_status_t status = TD_OK;
+    size_t block_bytes = td_pool_block_bytes(d->node.pool);
+
+    TD_FAULT_POINT("decode_verify");
+    for (uint32_t i = t->held_blocks; i < t->blocks; i++) {
+        uint32_t at = i - t->ready.first_block;
+        uint32_t idx = t->seq.blocks[i];
+        uint64_t hash = td_block_content_hash(td_pool_bytes(d->node.pool, idx), block_bytes);
+        if (!td_block_key_equal(&t->ready.keys[at], &t->keys[i])) {
+            return TD_ERR_PROTOCOL; /* other tokens, model, secret or salt than ours */
+        }
+        if (td_block_checksum(hash, &t->keys[i], t->ready.epochs[at]) != t->ready.checksums[at]) {
+            td_metric_add(d->node.checksum_failures, 1);
+            status = TD_ERR_CORRUPT;
+            continue;
+        }
+        t->hashes[i] = hash;
+        if (i < t->full_blocks &&
+            td_pool_index(d->node.pool, idx, &t->keys[i], hash) == TD_ERR_EXISTS) {
+            continue; /* a concurrent request brought it too: this copy stays private */
+        }
+    }
+    return status;
+}
+
+/* A request that ends with its first tokens needs no KV at all. */
+static bool needs_kv(const dcn_node_t *d, const dcn_ticket_t *t)
+{
+    for (uint32_t i = 0; i < t->ready.choice_count; i++) {
+        bool stops = !t->work.ignore_eos && t->work.min_tokens <= 1 &&
+                     td_tokenizer_is_stop(d->node.tokenizer, t->ready.first_tokens[i]);
+        if (!stops && t->work.max_tokens > 1) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static void acknowledge(dcn_node_t *d, dcn_ticket_t *t)
+{
+    td_msg_t msg = {.type = TD_MSG_KV_ACK};
+    msg.u.ticket = (td_msg_ticket_t){.ticket = t->ticket, .attempt = t->attempt};
+    TD_FAULT_POINT("decode_before_ack");
+    if (td_bus_send(d->node.proc.bus, t->work.peer_id, &msg) != TD_OK) {
+        TD_LOG_DEBUG("ack not sent", "req=%s", t->work.request_id); /* its pins end by time */
+    }
+    TD_FAULT_POINT("decode_ack");
+}
+
+/* Goes on as far as what has come allows. */
+static void advance(dcn_node_t *d, dcn_ticket_t *t)
+{
+    td_status_t status = TD_OK;
+
+    if (t->state != DCN_FETCHING || t->ready_arena == NULL) {
+        return;
+    }
+    if (!needs_kv(d, t)) {
+        acknowledge(d, t);
+        dcn_batch_admit(d, t);
+        return;
+    }
+    if (t->fetches > 0) {
+        return;
+    }
+    if (!all_layers_here(d, t)) {
+        status = t->refetched ? TD_ERR_PROTOCOL : fetch_missing(d, t);
+        if (status != TD_OK) {
+            fail(d, t, status);
+        }
+        return;
+    }
+    status = verify(d, t);
+    if (status != TD_OK) {
+        fail(d, t, status);
+        return;
+    }
+    acknowledge(d, t);
+    dcn_batch_admit(d, t);
+}
+
+void dcn_receive_ready(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
+{
+    const td_msg_kv_ready_t *m = &msg->u.kv_ready;
+    dcn_ticket_t *t = dcn_ticket_find(d, m->ticket, m->attempt);
+
+    if (t == NULL || t->state != DCN_FETCHING || t->ready_arena != NULL ||
+        msg->sender_incarnation != t->prefill_incarnation) {
+        return;
+    }
+    if (m->first_block > t->held_blocks || m->count != t->blocks - m->first_block ||
+        m->choice_count != t->work.n) {
+        fail(d, t, TD_ERR_PROTOCOL);
+        return;
+    }
+    for (uint32_t i = 0; i < m->choice_count; i++) {
+        if (m->first_tokens[i] >= d->node.info->vocab_size) {
+            fail(d, t, TD_ERR_PROTOCOL);
+            return;
+        }
+    }
+    t->ready = *m;
+    t->ready_arena = *arena;
+    *arena = NULL;
+    advance(d, t);
+}
+
+void dcn_receive_fetched(dcn_node_t *d, td_node_fetch_t *job)
+{
+    dcn_ticket_t *t = dcn_ticket_find(d, job->ticket, job->attempt);
+
+    TD_ASSERT(t != NULL); /* a ticket stays until its fetches have come back */
+    t->fetches--;
+    if (t->state != DCN_FETCHING) {
+        dcn_ticket_settle(d, t);
+        return;
+    }
+    if (job->fetch.status != TD_OK) {
+        fail(d, t, job->fetch.status);
+        return;
+    }
+    for (uint32_t i = 0; i < job->fetch.piece_count; i++) {
+        t->layers[job->first + i] += job->layers;
+    }
+    advance(d, t);
+}

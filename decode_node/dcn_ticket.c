@@ -1,0 +1,269 @@
+/* A decode ticket's life: reservation, and its one end. */
+#include "decode_node/dcn_node.h"
+
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_fault.h"
+#include "common/base/td_log.h"
+
+dcn_ticket_t *dcn_ticket_find(dcn_node_t *d, uint64_t ticket, uint32_t attempt)
+{
+    for (dcn_ticket_t *t = d->tickets; t != NULL; t = t->next) {
+        if (t->ticket == ticket && t->attempt == attempt) {
+            return t;
+        }
+    }
+    return NULL;
+}
+
+static void send_reserved(dcn_node_t *d, const td_msg_work_t *w, td_status_t status,
+                          uint32_t have_blocks)
+{
+    td_msg_t msg = {.type = TD_MSG_RESERVED};
+    msg.u.reserved = (td_msg_reserved_t){
+        .ticket = w->ticket, .attempt = w->attempt, .status = status, .have_blocks = have_blocks};
+    if (td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
+        TD_LOG_WARN("reservation not answered", "req=%s", w->request_id);
+    }
+}
+
+static void send_end(dcn_node_t *d, const dcn_ticket_t *t, td_status_t status)
+{
+    td_msg_t msg = {.type = TD_MSG_END};
+    uint32_t generated = 0;
+
+    for (uint32_t i = 0; t->choices != NULL && i < t->work.n; i++) {
+        generated += t->choices[i].token_count;
+    }
+    msg.u.end = (td_msg_end_t){
+        .ticket = t->ticket, .attempt = t->attempt, .leg = TD_ROLE_DECODE, .status = status};
+    if (t->ready_arena != NULL) {
+        msg.u.end.usage = t->ready.usage; /* where the prompt's KV came from */
+    }
+    msg.u.end.usage.prompt_tokens = t->work.prompt_tokens;
+    msg.u.end.usage.completion_tokens = generated;
+    if (td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
+        TD_LOG_WARN("end not reported", "req=%s", t->work.request_id);
+    }
+}
+
+static void release_choices(dcn_node_t *d, dcn_ticket_t *t)
+{
+    for (uint32_t i = t->work.n; t->choices != NULL && i > 0; i--) {
+        dcn_choice_t *c = &t->choices[i - 1];
+        td_seq_fini(&c->seq);
+        td_sampler_destroy(c->sampler);
+        td_stop_fini(&c->stop);
+        td_free(c->tokens);
+    }
+    td_free(t->choices);
+    t->choices = NULL;
+    td_pool_unreserve(d->node.pool, t->reserve_choices);
+    t->reserve_choices = 0;
+}
+
+static void ticket_free(dcn_node_t *d, dcn_ticket_t *t)
+{
+    dcn_ticket_t **link = &d->tickets;
+    while (*link != NULL && *link != t) {
+        link = &(*link)->next;
+    }
+    if (*link == t) {
+        *link = t->next;
+        d->ticket_count--;
+    }
+    release_choices(d, t);
+    td_seq_fini(&t->seq);
+    td_free(t->keys);
+    td_free(t->layers);
+    td_free(t->hashes);
+    td_free(t->quarantined);
+    td_msg_arena_free(t->ready_arena);
+    td_msg_arena_free(t->arena);
+    td_free(t);
+}
+
+void dcn_ticket_settle(dcn_node_t *d, dcn_ticket_t *t)
+{
+    if (t->state != DCN_DRAIN || t->computing || t->fetches > 0) {
+        return;
+    }
+    for (uint32_t i = 0; i < t->quarantined_count; i++) {
+        td_pool_release_quarantine(d->node.pool, t->quarantined[i]);
+    }
+    t->quarantined_count = 0;
+    ticket_free(d, t);
+}
+
+void dcn_ticket_end(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
+{
+    if (t->state == DCN_DRAIN) {
+        return;
+    }
+    td_metric_add(status == TD_OK              ? d->requests_ok
+                  : status == TD_ERR_CANCELLED ? d->requests_cancelled
+                                               : d->requests_failed,
+                  1);
+    if (status != TD_OK && status != TD_ERR_CANCELLED) {
+        TD_LOG_INFO("decode failed", "req=%s attempt=%u status=%s", t->work.request_id, t->attempt,
+                    td_status_name(status));
+    }
+    td_node_forget(&d->node, t->ticket, t->attempt);
+    send_end(d, t, status);
+    t->state = DCN_DRAIN;
+    if (t->fetches > 0) {
+        t->quarantined_count = td_seq_fini_quarantine(&t->seq, t->quarantined);
+    }
+    dcn_ticket_settle(d, t);
+}
+
+static td_status_t check_work(const dcn_node_t *d, const td_msg_work_t *w)
+{
+    if (w->peer_id[0] == '\0' || w->prompt_tokens >= d->node.info->context_max ||
+        w->max_tokens > d->node.info->context_max - w->prompt_tokens) {
+        return TD_ERR_INVALID;
+    }
+    for (uint32_t i = 0; i < w->prompt_tokens; i++) {
+        if (w->prompt[i] >= d->node.info->vocab_size) {
+            return TD_ERR_INVALID;
+        }
+    }
+    return TD_OK;
+}
+
+static td_status_t alloc_ticket(dcn_node_t *d, dcn_ticket_t *t)
+{
+    const td_kv_layout_t *layout = td_node_layout(&d->node);
+    const td_msg_work_t *w = &t->work;
+
+    t->blocks = td_kv_blocks_for(layout, w->prompt_tokens);
+    t->full_blocks = w->prompt_tokens / layout->block_tokens;
+    t->keys = td_calloc(t->blocks, sizeof(*t->keys));
+    t->layers = td_calloc(t->blocks, sizeof(*t->layers));
+    t->hashes = td_calloc(t->blocks, sizeof(*t->hashes));
+    t->quarantined = td_calloc(t->blocks, sizeof(*t->quarantined));
+    if (t->keys == NULL || t->layers == NULL || t->hashes == NULL || t->quarantined == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    td_node_root(&d->node, w->cache_salt.at, w->cache_salt.len, &t->root);
+    td_block_keys(&t->root, w->prompt, w->prompt_tokens, layout->block_tokens, t->keys);
+    if (t->blocks > t->full_blocks) {
+        uint32_t start = t->full_blocks * layout->block_tokens;
+        td_block_key_partial(&t->root, t->full_blocks > 0 ? &t->keys[t->full_blocks - 1] : NULL,
+                             w->prompt + start, w->prompt_tokens - start, &t->keys[t->full_blocks]);
+    }
+    return td_seq_init(&t->seq, d->node.pool, layout, w->prompt_tokens + w->max_tokens);
+}
+
+/* Pins what is here of the prompt and promises the rest of prompt and growth, for all choices.
+ * Choices after the first share the prompt's full blocks and copy the partial one when they write.
+ */
+static td_status_t reserve_blocks(dcn_node_t *d, dcn_ticket_t *t)
+{
+    const td_kv_layout_t *layout = td_node_layout(&d->node);
+    uint32_t whole = td_kv_blocks_for(layout, t->work.prompt_tokens + t->work.max_tokens);
+    uint32_t each = whole - t->full_blocks;
+    /* Whoever writes into the shared partial block first copies it, and that may be choice 0 too.
+     */
+    uint64_t copy = t->work.n > 1 && t->blocks > t->full_blocks ? 1 : 0;
+    uint64_t others = (uint64_t)each * (t->work.n - 1) + copy;
+    td_status_t status = TD_OK;
+
+    if (whole + others > td_pool_counts(d->node.pool).total) {
+        return TD_ERR_TOO_LARGE;
+    }
+    t->held_blocks = td_pool_match(d->node.pool, t->keys, t->full_blocks, t->seq.blocks);
+    t->seq.block_count = t->held_blocks;
+    status = td_seq_reserve(&t->seq, whole - t->held_blocks);
+    if (status == TD_OK && others > 0) {
+        status = td_pool_reserve(d->node.pool, (uint32_t)others);
+        t->reserve_choices = status == TD_OK ? (uint32_t)others : 0;
+    }
+    for (uint32_t i = 0; i < t->held_blocks; i++) {
+        t->layers[i] = layout->layers;
+        t->hashes[i] = td_pool_content_hash(d->node.pool, t->seq.blocks[i]);
+    }
+    return status;
+}
+
+static dcn_ticket_t *ticket_new(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
+{
+    dcn_ticket_t *t = td_calloc(1, sizeof(*t));
+    dcn_ticket_t **link = &d->tickets;
+
+    if (t == NULL) {
+        return NULL;
+    }
+    t->ticket = msg->u.work.ticket;
+    t->attempt = msg->u.work.attempt;
+    t->work = msg->u.work;
+    t->prefill_incarnation = t->work.peer_incarnation;
+    t->deadline_ns = td_now_ns() + t->work.budget_ms * TD_NS_PER_MS;
+    t->arena = *arena;
+    *arena = NULL;
+    while (*link != NULL) {
+        link = &(*link)->next;
+    }
+    *link = t;
+    d->ticket_count++;
+    return t;
+}
+
+void dcn_ticket_reserve(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
+{
+    const td_msg_work_t *w = &msg->u.work;
+    dcn_ticket_t *t = NULL;
+    td_status_t status = TD_OK;
+
+    if (td_node_is_forgotten(&d->node, w->ticket, w->attempt)) {
+        return; /* cancelled before it came, or an older attempt */
+    }
+    for (t = d->tickets; t != NULL; t = t->next) {
+        if (t->ticket == w->ticket && t->state != DCN_DRAIN) {
+            if (t->attempt >= w->attempt) {
+                return; /* a duplicate */
+            }
+            dcn_ticket_end(d, t, TD_ERR_STALE);
+            break;
+        }
+    }
+    if (d->ticket_count >= DCN_TICKETS_MAX) {
+        send_reserved(d, w, TD_ERR_BUSY, 0);
+        return;
+    }
+    t = ticket_new(d, msg, arena);
+    if (t == NULL) {
+        send_reserved(d, w, TD_ERR_BUSY, 0);
+        return;
+    }
+    status = check_work(d, &t->work);
+    if (status == TD_OK) {
+        status = alloc_ticket(d, t);
+    }
+    if (status == TD_OK) {
+        status = reserve_blocks(d, t);
+    }
+    send_reserved(d, &t->work, status, status == TD_OK ? t->held_blocks : 0);
+    if (status != TD_OK) {
+        ticket_free(d, t); /* never was a ticket: the answer is its end */
+        return;
+    }
+    TD_LOG_DEBUG("decode reserved", "req=%s attempt=%u prompt_tokens=%u held_blocks=%u",
+                 t->work.request_id, t->attempt, t->work.prompt_tokens, t->held_blocks);
+    TD_FAULT_POINT("decode_reserve");
+}
+
+void dcn_ticket_tick(dcn_node_t *d)
+{
+    uint64_t now = td_now_ns();
+    dcn_ticket_t *next = NULL;
+
+    for (dcn_ticket_t *t = d->tickets; t != NULL; t = next) {
+        next = t->next;
+        if (t->state != DCN_DRAIN && now >= t->deadline_ns) {
+            dcn_ticket_end(d, t, TD_ERR_TIMEOUT);
+        }
+    }
+}

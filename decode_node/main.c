@@ -1,0 +1,190 @@
+/* tandem-decode: takes prompts' KV from prefill nodes and generates. */
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+#include "decode_node/dcn_node.h"
+
+static const td_option_t options[] = {
+    TD_PROC_OPTIONS,
+    TD_NODE_OPTIONS,
+    {"kv-memory", TD_OPTION_BYTES, "1G", "memory of the KV pool", 1 << 20, 1ull << 46},
+    {"batch-max", TD_OPTION_COUNT, "64", "sequences of one step", 1, DCN_BATCH_ROWS_MAX},
+};
+
+static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
+{
+    dcn_node_t *d = ctx;
+    dcn_ticket_t *next = NULL;
+    (void)id;
+    for (dcn_ticket_t *t = d->tickets; t != NULL; t = next) {
+        next = t->next;
+        /* Once admitted a request needs its prefill node no more. */
+        if (t->prefill_incarnation == incarnation && t->state == DCN_FETCHING) {
+            dcn_ticket_end(d, t, TD_ERR_PEER_DEAD);
+        }
+    }
+}
+
+static void on_fenced(void *ctx, uint64_t incarnation)
+{
+    dcn_node_t *d = ctx;
+    dcn_ticket_t *next = NULL;
+    (void)incarnation;
+    for (dcn_ticket_t *t = d->tickets; t != NULL; t = next) {
+        next = t->next;
+        dcn_ticket_end(d, t, TD_ERR_STALE);
+    }
+}
+
+static void handle_cancel(dcn_node_t *d, const td_msg_ticket_t *cancel)
+{
+    dcn_ticket_t *next = NULL;
+    td_node_forget(&d->node, cancel->ticket, cancel->attempt); /* it may overtake its Reserve */
+    for (dcn_ticket_t *t = d->tickets; t != NULL; t = next) {
+        next = t->next;
+        if (t->ticket == cancel->ticket && t->attempt <= cancel->attempt) {
+            dcn_ticket_end(d, t, TD_ERR_CANCELLED);
+        }
+    }
+}
+
+static void handle(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
+{
+    bool from_router = strcmp(msg->sender_id, TD_ROUTER_ID) == 0;
+
+    if (td_member_handle(d->node.member, msg) || kvs_client_handle(d->store, msg)) {
+        return;
+    }
+    if (msg->type == TD_MSG_RESERVE && from_router) {
+        dcn_ticket_reserve(d, msg, arena);
+    } else if (msg->type == TD_MSG_CANCEL && from_router) {
+        handle_cancel(d, &msg->u.ticket);
+    } else if (msg->type == TD_MSG_LAYERS_READY) {
+        dcn_receive_layers(d, msg);
+    } else if (msg->type == TD_MSG_KV_READY) {
+        dcn_receive_ready(d, msg, arena);
+    } else {
+        TD_LOG_DEBUG("message not for a decode node", "type=%d from=%s", (int)msg->type,
+                     msg->sender_id);
+    }
+}
+
+static void drain_messages(dcn_node_t *d)
+{
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+
+    for (uint32_t i = 0; i < TD_NODE_MESSAGES_PER_TICK; i++) {
+        if (td_bus_recv(d->node.proc.bus, &msg, &arena) != TD_OK) {
+            return;
+        }
+        handle(d, &msg, &arena);
+        td_msg_arena_free(arena);
+    }
+}
+
+static td_msg_heartbeat_t load_of(const dcn_node_t *d)
+{
+    td_pool_counts_t c = td_pool_counts(d->node.pool);
+    td_msg_heartbeat_t load = {
+        .free_blocks = c.free + c.cached, .total_blocks = c.total, .tokens_per_s = d->tokens_per_s};
+    for (const dcn_ticket_t *t = d->tickets; t != NULL; t = t->next) {
+        if (t->state == DCN_FETCHING) {
+            load.queued_requests++;
+        } else if (t->state == DCN_RUNNING) {
+            load.queued_tokens += t->live; /* sequences running */
+        }
+    }
+    return load;
+}
+
+static void run(dcn_node_t *d)
+{
+    td_node_t *n = &d->node;
+    for (;;) {
+        int fds[3] = {n->proc.signal_fd, td_worker_fd(n->worker), td_ring_fd(n->fetched)};
+        bool readable[3] = {false, false, false};
+        td_node_fetch_t *job = NULL;
+        td_msg_heartbeat_t load;
+
+        td_bus_wait(n->proc.bus, fds, TD_ARRAY_LEN(fds), TD_NODE_TICK_MS, readable);
+        if (readable[0]) {
+            TD_LOG_INFO("stopping", "why=signal");
+            return;
+        }
+        dcn_batch_progress(d);
+        if (readable[2]) {
+            td_ring_drain_fd(n->fetched);
+        }
+        while ((job = td_node_fetch_next(n)) != NULL) {
+            dcn_receive_fetched(d, job);
+            td_node_fetch_free(job);
+        }
+        drain_messages(d);
+        kvs_client_tick(d->store);
+        dcn_ticket_tick(d);
+        dcn_batch_schedule(d);
+        td_node_update_kv_metrics(n);
+        td_metric_set(d->running, d->ticket_count);
+        load = load_of(d);
+        td_member_tick(n->member, &load);
+    }
+}
+
+static td_status_t start(dcn_node_t *d)
+{
+    const td_config_t *c = d->node.proc.config;
+    td_node_setup_t setup = {.role = TD_ROLE_DECODE,
+                             .metric_prefix = "tandem_decode",
+                             .kv_metric = "tandem_decode_kv_blocks",
+                             .checksum_metric = "tandem_decode_checksum_failures_total",
+                             .rows_max = DCN_BATCH_ROWS_MAX,
+                             .logit_rows_max = DCN_BATCH_ROWS_MAX,
+                             .kv_bytes = td_config_u64(c, "kv-memory"),
+                             .events = {.ctx = d, .peer_down = on_peer_down, .fenced = on_fenced}};
+
+    d->batch_max = (uint32_t)td_config_u64(c, "batch-max");
+    setup.rows_max = setup.logit_rows_max = TD_MIN(DCN_BATCH_ROWS_MAX, d->batch_max + 128);
+    dcn_metrics_declare(d);
+    TD_TRY(td_node_open(&d->node, &setup));
+    return kvs_client_create(d->node.proc.bus, d->node.member, d->node.pool, &d->store);
+}
+
+static void stop(dcn_node_t *d)
+{
+    td_node_stop(&d->node);
+    while (d->tickets != NULL) {
+        dcn_ticket_t *t = d->tickets;
+        t->computing = false; /* the worker and the transfer have ended */
+        t->fetches = 0;
+        if (t->state == DCN_DRAIN) {
+            dcn_ticket_settle(d, t);
+        } else {
+            dcn_ticket_end(d, t, TD_ERR_CANCELLED);
+        }
+    }
+    kvs_client_destroy(d->store);
+    td_str_fini(&d->text);
+    td_str_fini(&d->raw);
+}
+
+int main(int argc, char **argv)
+{
+    static dcn_node_t node;
+    td_config_next_t next =
+        td_proc_init(&node.node.proc, "tandem-decode", "decode",
+                     "Tandem's decode node: fetches prompts' KV blocks and generates tokens.",
+                     options, TD_ARRAY_LEN(options), argc, argv);
+    int rc = next == TD_CONFIG_EXIT_USAGE ? 2 : 0;
+
+    if (next == TD_CONFIG_RUN) {
+        rc = start(&node) == TD_OK ? 0 : 1;
+        if (rc == 0) {
+            run(&node);
+        }
+        stop(&node);
+    }
+    td_node_close(&node.node);
+    return rc;
+}

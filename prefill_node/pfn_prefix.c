@@ -1,0 +1,166 @@
+#include "prefill_node/pfn_node.h"
+
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_fault.h"
+#include "common/base/td_log.h"
+
+/* The rest of the prompt is computed; what is cached goes to the decode node at once. */
+static void begin_compute(pfn_node_t *p, pfn_request_t *r)
+{
+    const td_kv_layout_t *layout = td_node_layout(&p->node);
+
+    td_metric_add(p->tokens_local, (uint64_t)r->local_blocks * layout->block_tokens);
+    td_metric_add(p->tokens_store, (uint64_t)r->store_blocks * layout->block_tokens);
+    r->done_tokens = (r->local_blocks + r->store_blocks) * layout->block_tokens;
+    while (r->seq.block_count < r->blocks) {
+        (void)td_seq_grow(&r->seq); /* zeroed: the last one may be sent partly filled */
+    }
+    r->announced_blocks = r->local_blocks + r->store_blocks;
+    pfn_handoff_layers(p, r, 0, layout->layers, 0, r->announced_blocks);
+    r->state = PFN_COMPUTE;
+}
+
+/* Verifies fetched blocks in order; the first that is wrong or missing ends the prefix. A
+ * recomputed block can never differ from a cached one (I1), so a shorter prefix costs time, nothing
+ * else. */
+static void take_fetched(pfn_node_t *p, pfn_request_t *r)
+{
+    uint32_t first = r->local_blocks;
+    uint32_t count = r->seq.block_count - first;
+
+    for (uint32_t i = first; i < first + count; i++) {
+        uint32_t idx = r->seq.blocks[i];
+        if (!r->verified[i]) {
+            break;
+        }
+        r->store_blocks++;
+        if (td_pool_index(p->node.pool, idx, &r->keys[i], r->hashes[i]) != TD_OK) {
+            continue; /* another request brought the same block meanwhile: ours stays private */
+        }
+    }
+    td_seq_truncate(&r->seq,
+                    (r->local_blocks + r->store_blocks) * td_node_layout(&p->node)->block_tokens);
+}
+
+void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
+{
+    pfn_request_t *r = pfn_request_find(p, job->ticket, job->attempt);
+    const td_fetch_piece_t *pieces = job->pieces;
+    size_t block_bytes = td_pool_block_bytes(p->node.pool);
+
+    TD_ASSERT(r != NULL); /* a request stays until its fetches have come back */
+    r->fetches--;
+    for (uint32_t i = 0; job->fetch.status == TD_OK && i < job->fetch.piece_count; i++) {
+        /* hashes[] held the announced checksum, which is bound to the key and the source's epoch.
+         */
+        uint32_t at = job->first + i;
+        uint64_t hash = td_block_content_hash(pieces[i].dest, block_bytes);
+        r->verified[at] = td_block_checksum(hash, &r->keys[at], pieces[i].epoch) == r->hashes[at];
+        r->hashes[at] = hash;
+        if (!r->verified[at]) {
+            td_metric_add(p->node.checksum_failures, 1);
+            TD_LOG_WARN("store block dropped", "req=%s block=%u why=checksum", r->work.request_id,
+                        at);
+        }
+    }
+    if (job->fetch.status != TD_OK) {
+        TD_LOG_INFO("store fetch failed", "req=%s status=%s", r->work.request_id,
+                    td_status_name(job->fetch.status));
+    }
+    if (r->state == PFN_WAIT_FETCH && r->fetches == 0) {
+        take_fetched(p, r);
+        begin_compute(p, r);
+    } else {
+        pfn_request_settle(p, r);
+    }
+}
+
+/* One fetch for each run of blocks on the same segment. Returns blocks under way. */
+static uint32_t fetch_runs(pfn_node_t *p, pfn_request_t *r, const td_msg_lookup_result_t *found)
+{
+    size_t block_bytes = td_pool_block_bytes(p->node.pool);
+    uint32_t at = 0;
+
+    while (at < found->count) {
+        const char *segment = found->segment_ids[found->segment_of[at]];
+        const td_member_peer_t *peer = td_member_find(p->node.member, segment);
+        uint32_t end = at;
+        td_node_fetch_t *job = NULL;
+        while (end < found->count && found->segment_of[end] == found->segment_of[at]) {
+            end++;
+        }
+        job = peer == NULL ? NULL : td_node_fetch_new(&p->node, peer->incarnation, end - at);
+        if (job == NULL) {
+            break;
+        }
+        job->ticket = r->ticket;
+        job->attempt = r->attempt;
+        job->first = r->local_blocks + at;
+        for (uint32_t i = at; i < end; i++) {
+            uint32_t idx = td_seq_grow_raw(&r->seq);
+            r->hashes[r->local_blocks + i] = found->checksums[i];
+            job->pieces[i - at] = (td_fetch_piece_t){.epoch = found->epochs[i],
+                                                     .block = found->blocks[i],
+                                                     .bytes = (uint32_t)block_bytes,
+                                                     .dest = td_pool_bytes(p->node.pool, idx)};
+        }
+        if (td_node_fetch_submit(job) != TD_OK) {
+            td_seq_truncate(&r->seq,
+                            (r->local_blocks + at) * td_node_layout(&p->node)->block_tokens);
+            break;
+        }
+        r->fetches++;
+        at = end;
+    }
+    return at;
+}
+
+static void lookup_done(void *ctx, uint64_t tag, td_status_t status,
+                        const td_msg_lookup_result_t *found)
+{
+    pfn_node_t *p = ctx;
+    pfn_request_t *r = p->requests;
+
+    (void)status; /* a miss, a late answer and a dead master all mean: compute */
+    while (r != NULL && r->serial != tag) {
+        r = r->next;
+    }
+    if (r == NULL || r->state != PFN_WAIT_LOOKUP) {
+        return;
+    }
+    if (found != NULL && fetch_runs(p, r, found) > 0) {
+        r->state = PFN_WAIT_FETCH;
+        TD_FAULT_POINT("prefill_fetch");
+        return;
+    }
+    begin_compute(p, r);
+}
+
+void pfn_prefix_begin(pfn_node_t *p, pfn_request_t *r)
+{
+    td_pool_t *pool = p->node.pool;
+    uint32_t matched = td_pool_match(pool, r->keys, r->match_max, r->seq.blocks);
+
+    r->seq.block_count = matched;
+    if (td_seq_reserve(&r->seq, r->blocks - matched) != TD_OK) {
+        while (r->seq.block_count > 0) {
+            td_pool_unref(pool, r->seq.blocks[--r->seq.block_count]);
+        }
+        r->state = PFN_WAIT_BLOCKS;
+        return;
+    }
+    for (uint32_t i = 0; i < matched; i++) {
+        r->hashes[i] = td_pool_content_hash(pool, r->seq.blocks[i]);
+    }
+    r->local_blocks = matched;
+    if (matched < r->match_max &&
+        kvs_client_lookup(p->store, r->keys + matched, r->match_max - matched, lookup_done, p,
+                          r->serial) == TD_OK) {
+        r->state = PFN_WAIT_LOOKUP;
+        TD_FAULT_POINT("prefill_lookup");
+        return;
+    }
+    begin_compute(p, r);
+}
