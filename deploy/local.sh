@@ -1,0 +1,420 @@
+#!/usr/bin/env bash
+# A cluster on this machine: one router, and any number of prefill nodes, decode nodes and stores.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
+       deploy/local.sh down | status [--dir RUNDIR]
+
+  --router N        routers [1]; several need etcd, which Tandem does not speak yet
+  --prefill N       prefill nodes [1]
+  --decode N        decode nodes [1]
+  --kvstore N       stores [1]; the first is master and segment, further ones are segments
+  --host ADDRESS    address the API listens on [127.0.0.1]
+  --port P          port of the API, 0 = any free one [8000]
+  --base-port P     ports of everything else count up from here, 0 = any free ones [0]
+  --model FILE      GGUF model [build/models/SmolLM2-135M-Instruct.Q4_1.gguf]
+  --dir RUNDIR      logs, secret, cluster.json [build/run]
+  --bin DIR         programs [build/bin]
+  --precision P     fast, mixed or exact [mixed]
+  --threads N       compute threads of each node [all CPUs; fewer with more than two nodes]
+  --kv-memory SIZE  KV pool of each node, e.g. 512M [the nodes' own default]
+  --timeout S       seconds to come up [60]
+  --router-args, --prefill-args, --decode-args, --kvstore-args "FLAGS"
+                    further flags for every process of a kind
+  --args-of ID "FLAGS"
+                    further flags for one process, e.g. prefill-2
+TEXT
+}
+
+say() { printf '%s\n' "$*"; }
+fail() {
+    printf 'local.sh: error: %s\n' "$*" >&2
+    exit 1
+}
+
+top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+routers=1 prefills=1 decodes=1 kvstores=1
+host=127.0.0.1 port=8000 base_port=0
+model=$top/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
+dir=$top/build/run bin=$top/build/bin
+precision=mixed threads='' kv_memory='' timeout=60
+declare -A kind_args=([router]='' [prefill]='' [decode]='' [kvstore]='')
+declare -A args_of=()
+router_flags=()
+
+# One entry for each process, in starting order.
+ids=() roles=() pids=() https=()
+router_bus=''
+next_port=0
+
+parse_count() { # OPTION VALUE MAX
+    [[ $2 =~ ^[0-9]{1,5}$ && $((10#$2)) -le $3 ]] || fail "$1: '$2' is not a number from 0 to $3"
+}
+
+parse_options() {
+    while [[ $# -gt 0 ]]; do
+        case $1 in
+        --)
+            shift
+            router_flags=("$@")
+            break
+            ;;
+        --help) usage && exit 0 ;;
+        --args-of)
+            [[ $# -ge 3 ]] || fail "$1 needs an id and flags"
+            args_of[$2]=$3
+            shift 3
+            continue
+            ;;
+        --*) [[ $# -ge 2 ]] || fail "$1 needs a value (see --help)" ;;
+        *) fail "'$1' is not an option (see --help)" ;;
+        esac
+        case $1 in
+        --router) parse_count "$1" "$2" 64 && routers=$((10#$2)) ;;
+        --prefill) parse_count "$1" "$2" 64 && prefills=$((10#$2)) ;;
+        --decode) parse_count "$1" "$2" 64 && decodes=$((10#$2)) ;;
+        --kvstore) parse_count "$1" "$2" 64 && kvstores=$((10#$2)) ;;
+        --host) host=$2 ;;
+        --port) parse_count "$1" "$2" 65535 && port=$((10#$2)) ;;
+        --base-port) parse_count "$1" "$2" 65000 && base_port=$((10#$2)) ;;
+        --threads) parse_count "$1" "$2" 256 && threads=$((10#$2)) ;;
+        --timeout) parse_count "$1" "$2" 3600 && timeout=$((10#$2)) ;;
+        --model) model=$2 ;;
+        --dir) dir=$2 ;;
+        --bin) bin=$2 ;;
+        --precision) precision=$2 ;;
+        --kv-memory) kv_memory=$2 ;;
+        --router-args | --prefill-args | --decode-args | --kvstore-args)
+            local kind=${1#--}
+            kind_args[${kind%-args}]=$2
+            ;;
+        *) fail "unknown option '$1' (see --help)" ;;
+        esac
+        shift 2
+    done
+    dir=$(realpath -m -- "$dir")
+    # The folder's name goes into JSON as it is.
+    case $dir in *[\"\\]* | *$'\n'*) fail "--dir: quotes and backslashes are not allowed: $dir" ;; esac
+}
+
+# --- processes ------------------------------------------------------------------------------------
+
+# True while PID is the process that this script started as ID: its own ready file is among its
+# arguments, so a later process with the same number is never mistaken for it.
+is_ours() { # PID ID
+    local -a words=()
+    local i
+    [[ -r /proc/$1/cmdline ]] || return 1
+    mapfile -d '' -t words 2>/dev/null <"/proc/$1/cmdline" || return 1
+    for ((i = 0; i + 1 < ${#words[@]}; i++)); do
+        if [[ ${words[i]} == --ready-file && ${words[i + 1]} == "$dir/$2.ready" ]]; then
+            return 0
+        fi
+    done
+    return 1
+}
+
+process_state() { # PID ID -> running, stopped or dead
+    local stat=''
+    if is_ours "$1" "$2"; then
+        read -r stat 2>/dev/null <"/proc/$1/stat" || true
+        stat=${stat##*) } # the name before it may hold spaces
+        case ${stat%% *} in
+        T | t) echo stopped ;;
+        Z | X | '') echo dead ;;
+        *) echo running ;;
+        esac
+    else
+        echo dead
+    fi
+}
+
+# Ends the processes in ids and pids, and only those.
+stop_all() {
+    local i deadline=$((SECONDS + 10)) state left=1
+    for i in "${!pids[@]}"; do
+        case $(process_state "${pids[i]}" "${ids[i]}") in
+        running) kill -TERM "${pids[i]}" 2>/dev/null || true ;;
+        stopped) kill -KILL "${pids[i]}" 2>/dev/null || true ;; # it would not see SIGTERM
+        esac
+    done
+    while [[ $left -eq 1 ]]; do
+        left=0
+        for i in "${!pids[@]}"; do
+            state=$(process_state "${pids[i]}" "${ids[i]}")
+            if [[ $state != dead ]]; then
+                left=1
+                if [[ $SECONDS -ge $deadline || $state == stopped ]]; then
+                    say "${ids[i]} (pid ${pids[i]}) did not stop: SIGKILL" >&2
+                    kill -KILL "${pids[i]}" 2>/dev/null || true
+                fi
+            fi
+        done
+        [[ $left -eq 0 ]] || sleep 0.05
+    done
+}
+
+write_cluster() {
+    local i separator=''
+    {
+        printf '['
+        for i in "${!ids[@]}"; do
+            printf '%s\n {"role": "%s", "id": "%s", "pid": %d, "http": "%s", "log": "%s"}' \
+                "$separator" "${roles[i]}" "${ids[i]}" "${pids[i]}" "${https[i]}" \
+                "$dir/${ids[i]}.log"
+            separator=','
+        done
+        printf '\n]\n'
+    } >"$dir/cluster.json.partial"
+    mv "$dir/cluster.json.partial" "$dir/cluster.json"
+}
+
+# Reads what write_cluster wrote. Returns 1 when there is no such file.
+read_cluster() {
+    local line
+    local form='"role": "([a-z]+)", "id": "([a-z0-9-]+)", "pid": ([0-9]+), "http": "([^"]*)"'
+    ids=() roles=() pids=() https=()
+    [[ -f $dir/cluster.json ]] || return 1
+    while IFS= read -r line; do
+        if [[ $line =~ $form ]]; then
+            roles+=("${BASH_REMATCH[1]}")
+            ids+=("${BASH_REMATCH[2]}")
+            pids+=("${BASH_REMATCH[3]}")
+            https+=("${BASH_REMATCH[4]}")
+        fi
+    done <"$dir/cluster.json"
+}
+
+any_running() {
+    local i
+    for i in "${!pids[@]}"; do
+        if [[ $(process_state "${pids[i]}" "${ids[i]}") != dead ]]; then
+            return 0
+        fi
+    done
+    return 1
+}
+
+# --- up -------------------------------------------------------------------------------------------
+
+give_up() { # ID TEXT
+    printf 'local.sh: error: %s\n' "$2" >&2
+    printf 'Read %s; its last lines:\n' "$dir/$1.log" >&2
+    tail -n 5 "$dir/$1.log" >&2 || true
+    exit 1 # the trap stops what was started
+}
+
+take_port() {
+    if [[ $base_port -eq 0 ]]; then
+        taken_port=0
+    else
+        taken_port=$next_port
+        next_port=$((next_port + 1))
+    fi
+}
+
+start_process() { # ROLE ID HTTP FLAGS...
+    local role=$1 id=$2 http=$3 bus='tcp://127.0.0.1:*'
+    local -a extra=()
+    shift 3
+    take_port
+    [[ $taken_port -eq 0 ]] || bus="tcp://127.0.0.1:$taken_port"
+    rm -f "$dir/$id.ready"
+    # Flags are words without quotes: they are split at spaces on purpose.
+    read -r -a extra <<<"${kind_args[$role]} ${args_of[$id]:-}"
+    setsid nohup "$bin/tandem-$role" --id "$id" --listen "$bus" --http "$http" \
+        --cluster-secret-file "$dir/cluster.secret" --ready-file "$dir/$id.ready" "$@" \
+        ${extra[@]+"${extra[@]}"} </dev/null >"$dir/$id.log" 2>&1 9>&- &
+    roles+=("$role")
+    ids+=("$id")
+    pids+=("$!")
+    https+=('')
+    write_cluster
+}
+
+wait_ready() { # INDEX
+    local i=$1 id=${ids[$1]} address='' bus=''
+    until [[ -s $dir/$id.ready ]]; do
+        if [[ $(process_state "${pids[i]}" "$id") == dead ]]; then
+            give_up "$id" "$id ended while starting"
+        fi
+        if [[ $SECONDS -ge $give_up_at ]]; then
+            give_up "$id" "$id was not ready within $timeout s"
+        fi
+        sleep 0.05
+    done
+    read -r address bus <"$dir/$id.ready"
+    https[i]=$address
+    if [[ $id == router ]]; then
+        router_bus=$bus
+    fi
+    say "  $id ready, pid ${pids[i]}, http://$address"
+}
+
+wait_serving() {
+    local url="http://${https[0]/0.0.0.0/127.0.0.1}/ready" code='' i
+    while :; do
+        code=$(curl -s --noproxy '*' -m 2 -o "$dir/ready.answer" -w '%{http_code}' "$url") || true
+        [[ $code != 200 ]] || break
+        for i in "${!pids[@]}"; do
+            if [[ $(process_state "${pids[i]}" "${ids[i]}") == dead ]]; then
+                give_up "${ids[i]}" "${ids[i]} ended while the cluster came up"
+            fi
+        done
+        if [[ $SECONDS -ge $give_up_at ]]; then
+            cat "$dir/ready.answer" >&2 2>/dev/null || true
+            give_up router "$url answered $code, not 200, for $timeout s: did every node register?"
+        fi
+        sleep 0.05
+    done
+    rm -f "$dir/ready.answer"
+}
+
+make_secret() {
+    local secret=$dir/cluster.secret
+    if [[ ! -s $secret ]]; then
+        (umask 077 && head -c 32 /dev/urandom >"$secret.partial")
+        mv "$secret.partial" "$secret"
+    fi
+}
+
+pick_threads() {
+    local cpus
+    [[ -z $threads ]] || return 0
+    cpus=$(nproc)
+    # One prefill and one decode node rarely compute at the same time: each may use every CPU.
+    if [[ $((prefills + decodes)) -le 2 ]]; then
+        threads=$cpus
+    else
+        threads=$(((2 * cpus + prefills + decodes - 1) / (prefills + decodes)))
+    fi
+}
+
+check_setup() {
+    local role
+    [[ $routers -eq 1 ]] || fail "--router $routers: several routers need etcd as their registry, which \
+Tandem does not speak yet; one router is possible today"
+    [[ $prefills -ge 1 && $decodes -ge 1 ]] || fail 'at least one prefill and one decode node are needed'
+    [[ -f $model ]] || fail "no model at $model (make model fetches the quick start's)"
+    for role in router prefill decode kvstore; do
+        [[ -x $bin/tandem-$role ]] || fail "no program $bin/tandem-$role (run make)"
+    done
+    command -v curl >/dev/null || fail 'curl is needed (deploy/setup.sh installs it)'
+    if [[ $port -ne 0 ]] && (exec 3<>"/dev/tcp/${host/0.0.0.0/127.0.0.1}/$port") 2>/dev/null; then
+        fail "port $port is in use: choose another with --port, or 0 for any free one"
+    fi
+}
+
+print_usage_hints() {
+    local url="http://${https[0]/0.0.0.0/127.0.0.1}" name
+    name=$(curl -s --noproxy '*' -m 5 "$url/v1/models" | sed -n 's/.*"id": *"\([^"]*\)".*/\1/p' |
+        head -n 1) || true
+    cat <<TEXT
+
+Tandem serves at $url (logs in $dir; stop with: deploy/local.sh down --dir $dir)
+
+  curl -N $url/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "${name:-MODEL}", "stream": true, "messages": [{"role": "user", "content": "Hello!"}]}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="$url/v1", api_key="none")
+  answer = client.chat.completions.create(
+      model="${name:-MODEL}",
+      messages=[{"role": "user", "content": "Hello!"}])
+  print(answer.choices[0].message.content)
+TEXT
+}
+
+up() {
+    local i store_role='both'
+    local -a node_flags=()
+    check_setup
+    (umask 077 && mkdir -p "$dir")
+    chmod 0700 "$dir"
+    exec 9>"$dir/.lock"
+    flock -n 9 || fail "another local.sh is at work in $dir"
+    if read_cluster && any_running; then
+        fail "a cluster runs already in $dir: deploy/local.sh down --dir $dir, or choose another --dir"
+    fi
+    ids=() roles=() pids=() https=()
+    make_secret
+    pick_threads
+    next_port=$base_port
+    give_up_at=$((SECONDS + timeout))
+    trap 'stop_all; rm -f "$dir/cluster.json"' EXIT
+    trap 'exit 1' INT TERM HUP
+
+    say "starting 1 router, $prefills prefill, $decodes decode, $kvstores kvstore"
+    start_process router router "$host:$port" --model "$model" \
+        ${router_flags[@]+"${router_flags[@]}"}
+    wait_ready 0
+    node_flags=(--router "$router_bus")
+    for ((i = 1; i <= kvstores; i++)); do
+        take_port
+        start_process kvstore "kvstore-$i" "127.0.0.1:$taken_port" "${node_flags[@]}" \
+            --role "$store_role"
+        store_role=segment
+    done
+    node_flags+=(--model "$model" --precision "$precision" --threads "$threads")
+    [[ -z $kv_memory ]] || node_flags+=(--kv-memory "$kv_memory")
+    for ((i = 1; i <= prefills; i++)); do
+        take_port
+        start_process prefill "prefill-$i" "127.0.0.1:$taken_port" "${node_flags[@]}"
+    done
+    for ((i = 1; i <= decodes; i++)); do
+        take_port
+        start_process decode "decode-$i" "127.0.0.1:$taken_port" "${node_flags[@]}"
+    done
+    for ((i = 1; i < ${#ids[@]}; i++)); do
+        wait_ready "$i"
+    done
+    wait_serving
+    write_cluster
+    trap - EXIT INT TERM HUP
+    print_usage_hints
+}
+
+down() {
+    if ! read_cluster; then
+        say "nothing runs in $dir"
+        return
+    fi
+    if any_running; then
+        say "stopping ${ids[*]}"
+    fi
+    stop_all
+    rm -f "$dir/cluster.json"
+    say 'stopped'
+}
+
+status() {
+    local i state running=0
+    if ! read_cluster; then
+        say "nothing runs in $dir"
+        return 3
+    fi
+    printf '%-8s %-12s %-8s %-22s %s\n' ROLE ID PID HTTP STATE
+    for i in "${!ids[@]}"; do
+        state=$(process_state "${pids[i]}" "${ids[i]}")
+        [[ $state == dead ]] || running=1
+        printf '%-8s %-12s %-8s %-22s %s\n' "${roles[i]}" "${ids[i]}" "${pids[i]}" "${https[i]}" \
+            "$state"
+    done
+    [[ $running -eq 1 ]] || return 3
+}
+
+command=${1:-}
+[[ $# -eq 0 ]] || shift
+case $command in
+up | down | status)
+    parse_options "$@"
+    "$command"
+    ;;
+--help | -h | help) usage ;;
+*)
+    usage >&2
+    exit 2
+    ;;
+esac

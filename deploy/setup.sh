@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Installs what building and testing Tandem needs on Debian 12. Does nothing, and touches no network,
+# when all of it is there.
+set -euo pipefail
+
+PACKAGES=(gcc make pkg-config protobuf-c-compiler libprotobuf-c-dev libucx-dev libzmq3-dev
+    libsodium-dev libmicrohttpd-dev libjansson-dev libpcre2-dev libutf8proc-dev libcyaml-dev
+    libxxhash-dev libcmocka-dev python3 python3-pip python3-venv procps iproute2 ca-certificates
+    curl)
+# Oldest versions that Tandem is tested with: those of Debian 12.
+MINIMUMS=(ucx:1.13 libzmq:4.3 libprotobuf-c:1.4 libsodium:1.0.18 libmicrohttpd:0.9.75 jansson:2.14
+    libpcre2-8:10.40 libutf8proc:2.6 libcyaml:1.3 libxxhash:0.8 cmocka:1.1.5)
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() {
+    printf 'setup: error: %s\n' "$*" >&2
+    exit 1
+}
+
+missing_packages() {
+    local package
+    for package in "${PACKAGES[@]}"; do
+        # shellcheck disable=SC2016 # ${Status} is dpkg-query's
+        if [[ $(dpkg-query -W -f '${Status}' "$package" 2>/dev/null) != 'install ok installed' ]]; then
+            printf '%s\n' "$package"
+        fi
+    done
+}
+
+check_versions() {
+    local pair name least got bad=0
+    for pair in "${MINIMUMS[@]}"; do
+        name=${pair%%:*}
+        least=${pair#*:}
+        if ! pkg-config --atleast-version="$least" "$name"; then
+            got=$(pkg-config --modversion "$name" 2>/dev/null) || got='none that pkg-config finds'
+            printf 'setup: error: %s %s or newer is needed, found: %s\n' "$name" "$least" "$got" >&2
+            bad=1
+        fi
+    done
+    return "$bad"
+}
+
+install_packages() {
+    local apt_line="apt-get install -y --no-install-recommends $*" log
+    if [[ $(id -u) -ne 0 ]]; then
+        fail "missing packages, and only root can install them. Run as root:
+    apt-get update && $apt_line"
+    fi
+    log=$(mktemp)
+    # shellcheck disable=SC2064 # the name is known now
+    trap "rm -f '$log'" EXIT
+    say "installing $#: $*"
+    say '1/2 apt-get update'
+    if ! apt-get update >"$log" 2>&1; then
+        tail -n 20 "$log" >&2
+        fail 'apt-get update failed (above): are the package sources in /etc/apt reachable?'
+    fi
+    say "2/2 $apt_line"
+    if ! DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" \
+        >"$log" 2>&1; then
+        tail -n 20 "$log" >&2
+        fail 'apt-get install failed (above)'
+    fi
+    say 'packages installed'
+}
+
+main() {
+    local -a missing
+    if ! command -v dpkg-query >/dev/null; then
+        fail "this script knows Debian only. Install with your system's tools: ${PACKAGES[*]}"
+    fi
+    mapfile -t missing < <(missing_packages)
+    if [[ ${#missing[@]} -gt 0 ]]; then
+        install_packages "${missing[@]}"
+    fi
+    check_versions || fail 'libraries too old (above): Debian 12 or newer has what is needed'
+    say "ok, ${#PACKAGES[@]} packages present"
+}
+
+main "$@"
