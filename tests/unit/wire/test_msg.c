@@ -1,0 +1,229 @@
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/wire/td_msg.h"
+
+static const uint32_t u32s[3] = {7, 8, 9};
+static const uint64_t u64s[3] = {70, 80, 90};
+static const float floats[3] = {0.5f, -1.5f, 2.0f};
+static const td_block_key_t keys[3] = {{{1}}, {{2}}, {{3}}};
+static const td_status_t statuses[3] = {TD_OK, TD_ERR_BUSY, TD_INPROGRESS};
+
+static td_msg_t roundtrip(td_msg_t *msg, td_msg_arena_t **arena)
+{
+    td_str_t bytes = {0};
+    td_msg_t out;
+
+    msg->sender_id = "node-1";
+    msg->sender_incarnation = 11;
+    msg->receiver_incarnation = 22;
+    msg->sequence = 33;
+    assert_int_equal(td_msg_encode(msg, &bytes), TD_OK);
+    assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, arena), TD_OK);
+    td_str_fini(&bytes);
+    assert_int_equal(out.type, msg->type);
+    assert_string_equal(out.sender_id, "node-1");
+    assert_int_equal(out.sender_incarnation, 11);
+    assert_int_equal(out.receiver_incarnation, 22);
+    assert_int_equal(out.sequence, 33);
+    return out;
+}
+
+static td_msg_work_t sample_work(void)
+{
+    static const td_bytes_t stops[2] = {{(const uint8_t *)"a", 1}, {(const uint8_t *)"\0b", 2}};
+    return (td_msg_work_t){.ticket = 5,
+                           .attempt = 2,
+                           .budget_ms = 1000,
+                           .prompt = u32s,
+                           .prompt_tokens = 3,
+                           .cache_salt = {(const uint8_t *)"s", 1},
+                           .temperature = 0.5f,
+                           .top_p = 0.9f,
+                           .seed = UINT64_MAX,
+                           .bias_count = 3,
+                           .bias_tokens = u32s,
+                           .bias_values = floats,
+                           .n = 2,
+                           .max_tokens = 10,
+                           .stop_count = 2,
+                           .stops = stops,
+                           .peer_id = "decode-1",
+                           .peer_incarnation = 99,
+                           .request_id = "r-1"};
+}
+
+static void test_msg_work_survives_the_wire(void **state)
+{
+    td_msg_t msg = {.type = TD_MSG_RESERVE, .u.work = sample_work()};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t out = roundtrip(&msg, &arena);
+    (void)state;
+
+    assert_int_equal(out.u.work.ticket, 5);
+    assert_int_equal(out.u.work.prompt_tokens, 3);
+    assert_memory_equal(out.u.work.prompt, u32s, sizeof(u32s));
+    assert_memory_equal(out.u.work.bias_values, floats, sizeof(floats));
+    assert_int_equal(out.u.work.stop_count, 2);
+    assert_int_equal(out.u.work.stops[1].len, 2);
+    assert_memory_equal(out.u.work.stops[1].at, "\0b", 2);
+    assert_true(out.u.work.seed == UINT64_MAX);
+    assert_string_equal(out.u.work.peer_id, "decode-1");
+    td_msg_arena_free(arena);
+}
+
+static void test_msg_kv_ready_survives_the_wire(void **state)
+{
+    td_msg_t msg = {.type = TD_MSG_KV_READY};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t out;
+    (void)state;
+
+    msg.u.kv_ready = (td_msg_kv_ready_t){.ticket = 5,
+                                         .attempt = 1,
+                                         .first_block = 4,
+                                         .count = 3,
+                                         .blocks = u32s,
+                                         .epochs = u64s,
+                                         .checksums = u64s,
+                                         .keys = keys,
+                                         .choice_count = 3,
+                                         .first_tokens = u32s,
+                                         .hash_count = 3,
+                                         .hashes = u64s,
+                                         .usage = {.computed_tokens = 12}};
+    msg.u.kv_ready.logprobs = (td_msg_logprobs_t){.count = 3,
+                                                  .token_logprobs = floats,
+                                                  .top_counts = (const uint32_t[]){1, 0, 2},
+                                                  .top_total = 3,
+                                                  .top_tokens = u32s,
+                                                  .top_logprobs = floats};
+    out = roundtrip(&msg, &arena);
+    assert_int_equal(out.u.kv_ready.count, 3);
+    assert_memory_equal(out.u.kv_ready.keys, keys, sizeof(keys));
+    assert_memory_equal(out.u.kv_ready.checksums, u64s, sizeof(u64s));
+    assert_int_equal(out.u.kv_ready.logprobs.top_counts[2], 2);
+    assert_int_equal(out.u.kv_ready.usage.computed_tokens, 12);
+    td_msg_arena_free(arena);
+}
+
+static void test_msg_store_lists_survive_the_wire(void **state)
+{
+    const td_msg_type_t types[] = {TD_MSG_PUT_START,  TD_MSG_PUT_RESULT,  TD_MSG_STORE_ORDER,
+                                   TD_MSG_STORE_DONE, TD_MSG_EVICT_ORDER, TD_MSG_LOOKUP};
+    (void)state;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
+        td_msg_t msg = {.type = types[i]};
+        td_msg_arena_t *arena = NULL;
+        td_msg_t out;
+        msg.u.blocks = (td_msg_blocks_t){.request = 1,
+                                         .term = 2,
+                                         .writer_id = "w",
+                                         .writer_incarnation = 3,
+                                         .count = 3,
+                                         .keys = keys,
+                                         .statuses = statuses,
+                                         .blocks = u32s,
+                                         .epochs = u64s,
+                                         .checksums = u64s};
+        out = roundtrip(&msg, &arena);
+        assert_int_equal(out.u.blocks.count, 3);
+        assert_memory_equal(out.u.blocks.keys, keys, sizeof(keys));
+        if (types[i] == TD_MSG_STORE_DONE) {
+            assert_memory_equal(out.u.blocks.statuses, statuses, sizeof(statuses));
+        }
+        td_msg_arena_free(arena);
+    }
+}
+
+static void test_msg_decode_refuses_what_breaks_the_rules(void **state)
+{
+    td_str_t bytes = {0};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t out;
+    td_msg_t msg = {.type = TD_MSG_RESERVE, .sender_id = "x", .u.work = sample_work()};
+    (void)state;
+
+    msg.u.work.n = 0;
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), TD_ERR_PROTOCOL);
+    td_str_clear(&bytes);
+    msg.u.work = sample_work();
+    msg.u.work.prompt_tokens = 0;
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), TD_ERR_PROTOCOL);
+    td_str_clear(&bytes);
+    msg.u.work = sample_work();
+    msg.sender_id = "bad\nid";
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), TD_ERR_PROTOCOL);
+    assert_int_equal(td_msg_decode("", 0, &out, &arena), TD_ERR_PROTOCOL);
+    assert_int_equal(td_msg_decode("\xff\xff\xff", 3, &out, &arena), TD_ERR_PROTOCOL);
+    td_str_fini(&bytes);
+}
+
+/* Any single byte of a good message may be wrong: a status, never a crash. */
+static void test_msg_decode_survives_every_flipped_byte(void **state)
+{
+    td_msg_t msg = {.type = TD_MSG_RESERVE, .sender_id = "x", .u.work = sample_work()};
+    td_str_t bytes = {0};
+    (void)state;
+
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    for (size_t at = 0; at < bytes.len; at++) {
+        for (int bit = 0; bit < 8; bit++) {
+            td_msg_arena_t *arena = NULL;
+            td_msg_t out;
+            bytes.bytes[at] = (char)(bytes.bytes[at] ^ (1 << bit));
+            if (td_msg_decode(bytes.bytes, bytes.len, &out, &arena) == TD_OK) {
+                td_msg_arena_free(arena);
+            }
+            bytes.bytes[at] = (char)(bytes.bytes[at] ^ (1 << bit));
+        }
+    }
+    td_str_fini(&bytes);
+}
+
+static void test_msg_codec_survives_every_failing_allocation(void **state)
+{
+    td_msg_t msg = {.type = TD_MSG_RESERVE, .sender_id = "x", .u.work = sample_work()};
+    td_str_t bytes = {0};
+    td_status_t status = TD_ERR_NO_MEMORY;
+    (void)state;
+
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    for (uint64_t nth = 1; status != TD_OK; nth++) {
+        td_msg_arena_t *arena = NULL;
+        td_msg_t out;
+        td_alloc_fail_at(nth);
+        status = td_msg_decode(bytes.bytes, bytes.len, &out, &arena);
+        td_alloc_fail_at(0);
+        if (status == TD_OK) {
+            td_msg_arena_free(arena);
+        } else {
+            assert_null(arena);
+        }
+        assert_true(nth < 1000);
+    }
+    td_str_fini(&bytes);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_msg_work_survives_the_wire),
+        cmocka_unit_test(test_msg_kv_ready_survives_the_wire),
+        cmocka_unit_test(test_msg_store_lists_survive_the_wire),
+        cmocka_unit_test(test_msg_decode_refuses_what_breaks_the_rules),
+        cmocka_unit_test(test_msg_decode_survives_every_flipped_byte),
+        cmocka_unit_test(test_msg_codec_survives_every_failing_allocation),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
