@@ -5,6 +5,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 run=$(mktemp -d "${TMPDIR:-/tmp}/tandem-demo.XXXXXX")
+# shellcheck disable=SC2317 # called by the trap
 finish() {
     "$here/local.sh" down --dir "$run/run" >/dev/null || true
     rm -rf "$run"
