@@ -42,8 +42,7 @@ typedef struct order {
 } order_t;
 
 struct kvs_master {
-    td_bus_t *bus;             /* borrowed */
-    const td_member_t *member; /* borrowed */
+    td_bus_t *bus; /* borrowed */
     uint64_t term;
     uint64_t next_order;
     uint32_t keys_max;
@@ -64,8 +63,8 @@ struct kvs_master {
     td_metric_t *evicted;
 };
 
-td_status_t kvs_master_create(td_bus_t *bus, const td_member_t *member, td_metrics_t *metrics,
-                              uint32_t keys_max, uint64_t term, kvs_master_t **out)
+td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t keys_max,
+                              uint64_t term, kvs_master_t **out)
 {
     kvs_master_t *m = td_calloc(1, sizeof(*m));
     uint32_t slots = 16;
@@ -93,7 +92,6 @@ td_status_t kvs_master_create(td_bus_t *bus, const td_member_t *member, td_metri
     m->lru_oldest = NONE;
     m->lru_newest = NONE;
     m->bus = bus;
-    m->member = member;
     m->term = term;
     m->keys_ready = td_metrics_gauge(metrics, "tandem_kvstore_keys", NULL, "readable blocks");
     m->hits = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total", "result=\"hit\"",

@@ -9,7 +9,6 @@
 #include "common/base/td_metrics.h"
 #include "common/base/td_status.h"
 #include "common/wire/td_bus.h"
-#include "common/wire/td_member.h"
 
 #define KVS_LEASE_MS 10000u /* read lease: blocks eviction */
 #define KVS_PUT_ABANDONED_MS 30000u
@@ -21,9 +20,8 @@
 typedef struct kvs_master kvs_master_t;
 
 /** Units: keys_max: entries of the index, all memory taken here. Errors: TD_ERR_NO_MEMORY. */
-TD_MUST_CHECK td_status_t kvs_master_create(td_bus_t *bus, const td_member_t *member,
-                                            td_metrics_t *metrics, uint32_t keys_max, uint64_t term,
-                                            kvs_master_t **out);
+TD_MUST_CHECK td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t keys_max,
+                                            uint64_t term, kvs_master_t **out);
 void kvs_master_destroy(kvs_master_t *master);
 void kvs_master_segment_up(kvs_master_t *master, const char *id, uint64_t incarnation,
                            uint32_t block_count);

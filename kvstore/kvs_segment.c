@@ -25,12 +25,11 @@ typedef struct store_order { /* one StoreOrder on its way into our blocks */
 } store_order_t;
 
 struct kvs_segment {
-    td_bus_t *bus;             /* borrowed */
-    const td_member_t *member; /* borrowed */
-    td_transfer_t *transfer;   /* borrowed */
-    td_pool_t *pool;           /* owned */
-    td_ring_t *inbox;          /* owned: completed store_order_t */
-    uint64_t term;             /* the newest seen: orders of an older leader are refused */
+    td_bus_t *bus;           /* borrowed */
+    td_transfer_t *transfer; /* borrowed */
+    td_pool_t *pool;         /* owned */
+    td_ring_t *inbox;        /* owned: completed store_order_t */
+    uint64_t term;           /* the newest seen: orders of an older leader are refused */
     uint32_t fetching;
     uint32_t waiting_count;
     store_order_t *active;  /* list: being fetched */
@@ -39,9 +38,8 @@ struct kvs_segment {
     td_metric_t *corrupt;
 };
 
-td_status_t kvs_segment_create(td_bus_t *bus, const td_member_t *member, td_transfer_t *transfer,
-                               td_metrics_t *metrics, uint32_t block_count, size_t block_bytes,
-                               kvs_segment_t **out)
+td_status_t kvs_segment_create(td_bus_t *bus, td_transfer_t *transfer, td_metrics_t *metrics,
+                               uint32_t block_count, size_t block_bytes, kvs_segment_t **out)
 {
     static const char *const labels[] = {"state=\"free\"", "state=\"reserved\"", "state=\"cached\"",
                                          "state=\"active\"", "state=\"quarantined\""};
@@ -52,7 +50,6 @@ td_status_t kvs_segment_create(td_bus_t *bus, const td_member_t *member, td_tran
         return status;
     }
     s->bus = bus;
-    s->member = member;
     s->transfer = transfer;
     status = td_ring_create(KVS_FETCHES_MAX + 1, &s->inbox);
     if (status == TD_OK) {
@@ -106,6 +103,12 @@ void kvs_segment_destroy(kvs_segment_t *s)
     while (s->inbox != NULL && td_ring_pop(s->inbox, &item)) {
     }
     td_ring_destroy(s->inbox);
+    for (uint32_t i = 0; s->pool != NULL && i < td_pool_counts(s->pool).total; i++) {
+        if (td_pool_is_indexed(s->pool, i)) {
+            td_pool_unindex(s->pool, i);
+            td_pool_unref(s->pool, i);
+        }
+    }
     td_pool_destroy(s->pool);
     td_free(s);
 }

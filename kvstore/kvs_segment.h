@@ -11,7 +11,6 @@
 #include "common/kv/td_pool.h"
 #include "common/transfer/td_transfer.h"
 #include "common/wire/td_bus.h"
-#include "common/wire/td_member.h"
 
 #define KVS_FETCHES_MAX 64u /* store orders being fetched; more wait */
 #define KVS_WAITING_MAX 1024u
@@ -19,10 +18,9 @@
 typedef struct kvs_segment kvs_segment_t;
 
 /** Errors: TD_ERR_NO_MEMORY, TD_ERR_IO. The transfer's memory becomes the segment's. */
-TD_MUST_CHECK td_status_t kvs_segment_create(td_bus_t *bus, const td_member_t *member,
-                                             td_transfer_t *transfer, td_metrics_t *metrics,
-                                             uint32_t block_count, size_t block_bytes,
-                                             kvs_segment_t **out);
+TD_MUST_CHECK td_status_t kvs_segment_create(td_bus_t *bus, td_transfer_t *transfer,
+                                             td_metrics_t *metrics, uint32_t block_count,
+                                             size_t block_bytes, kvs_segment_t **out);
 /** The transfer must have been destroyed before. */
 void kvs_segment_destroy(kvs_segment_t *segment);
 bool kvs_segment_handle(kvs_segment_t *segment, const td_msg_t *msg);

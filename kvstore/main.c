@@ -72,8 +72,8 @@ static td_status_t open_segment(app_t *app, uint32_t block_bytes)
     TD_LOG_INFO("segment memory", "blocks=%u block_bytes=%u", config.block_count, block_bytes);
     TD_TRY(td_transfer_create(&config, &app->transfer));
     app->block_count = config.block_count;
-    TD_TRY(kvs_segment_create(app->proc.bus, app->member, app->transfer, app->proc.metrics,
-                              config.block_count, block_bytes, &app->segment));
+    TD_TRY(kvs_segment_create(app->proc.bus, app->transfer, app->proc.metrics, config.block_count,
+                              block_bytes, &app->segment));
     self_describe(app, &self);
     self.self.region.block_count = config.block_count;
     self.self.region.block_bytes = block_bytes;
@@ -196,7 +196,7 @@ static td_status_t start(app_t *app)
     if (strcmp(role, "segment") != 0) {
         /* A later master of this machine has a higher term; with etcd it is the leader key's
          * revision. */
-        TD_TRY(kvs_master_create(app->proc.bus, NULL, app->proc.metrics,
+        TD_TRY(kvs_master_create(app->proc.bus, app->proc.metrics,
                                  (uint32_t)td_config_u64(app->proc.config, "keys-max"), td_wall_s(),
                                  &app->master));
     }

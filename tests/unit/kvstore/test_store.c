@@ -1,0 +1,440 @@
+/* Master, segment and client together in one process: real buses, real transfers, a played router. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/transfer/td_transfer.h"
+#include "common/wire/td_member.h"
+#include "kvstore/kvs_client.h"
+#include "kvstore/kvs_master.h"
+#include "kvstore/kvs_segment.h"
+
+#define WRITER_BLOCKS 32u
+#define SEGMENT_BLOCKS 20u
+#define BLOCK_BYTES 4096u
+#define WRITER 11u
+#define STORE 22u
+#define ROUTER 33u
+
+typedef struct world {
+    td_metrics_t *metrics;
+    td_bus_t *router;
+    td_bus_t *writer;
+    td_bus_t *store;
+    td_member_t *member; /* the writer's */
+    td_transfer_t *writer_transfer;
+    td_transfer_t *store_transfer;
+    td_pool_t *pool; /* the writer's */
+    kvs_client_t *client;
+    kvs_master_t *master;
+    kvs_segment_t *segment;
+    bool store_frozen;
+    int lookups;
+    uint32_t found;
+    td_status_t lookup_status;
+    uint32_t where[WRITER_BLOCKS];
+    uint64_t epochs[WRITER_BLOCKS];
+    uint64_t checksums[WRITER_BLOCKS];
+} world_t;
+
+static uint8_t secret[TD_CLUSTER_SECRET_BYTES] = {5};
+
+static td_bus_t *bus_of(const char *id, uint64_t incarnation)
+{
+    td_bus_config_t config = {.bind = "tcp://127.0.0.1:*",
+                              .id = id,
+                              .incarnation = incarnation,
+                              .secret = secret};
+    td_bus_t *bus = NULL;
+    assert_int_equal(td_bus_create(&config, &bus), TD_OK);
+    return bus;
+}
+
+static td_transfer_t *transfer_of(uint64_t incarnation, uint32_t blocks)
+{
+    td_transfer_config_t config = {
+        .block_count = blocks, .block_bytes = BLOCK_BYTES, .incarnation = incarnation};
+    td_transfer_t *transfer = NULL;
+    assert_int_equal(td_transfer_create(&config, &transfer), TD_OK);
+    return transfer;
+}
+
+static void nothing_registered(void *ctx, const td_msg_registered_t *info)
+{
+    (void)ctx;
+    (void)info;
+}
+static void nothing_up(void *ctx, const td_msg_peer_t *peer)
+{
+    (void)ctx;
+    (void)peer;
+}
+static void nothing_down(void *ctx, const char *id, uint64_t incarnation)
+{
+    (void)ctx;
+    (void)id;
+    (void)incarnation;
+}
+static void nothing_fenced(void *ctx, uint64_t incarnation)
+{
+    (void)ctx;
+    (void)incarnation;
+}
+
+/* One turn of everybody's loop. */
+static void turn(world_t *w)
+{
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+    td_msg_heartbeat_t load = {0};
+    td_bus_t *buses[] = {w->router, w->writer, w->store};
+
+    for (int i = 0; i < 3; i++) {
+        td_bus_wait(buses[i], NULL, 0, i == 0 ? 1 : 0, NULL);
+    }
+    while (td_bus_recv(w->router, &msg, &arena) == TD_OK) {
+        td_msg_arena_free(arena);
+    }
+    while (td_bus_recv(w->writer, &msg, &arena) == TD_OK) {
+        if (!td_member_handle(w->member, &msg)) {
+            (void)kvs_client_handle(w->client, &msg);
+        }
+        td_msg_arena_free(arena);
+    }
+    while (!w->store_frozen && td_bus_recv(w->store, &msg, &arena) == TD_OK) {
+        assert_true(kvs_master_handle(w->master, &msg) || kvs_segment_handle(w->segment, &msg));
+        td_msg_arena_free(arena);
+    }
+    if (!w->store_frozen) {
+        kvs_segment_completions(w->segment);
+        kvs_segment_tick(w->segment);
+    }
+    kvs_client_tick(w->client);
+    td_member_tick(w->member, &load);
+}
+
+#define TURN_UNTIL(w, cond)                                                                        \
+    do {                                                                                           \
+        uint64_t until_ = td_now_ns() + 10 * TD_NS_PER_S;                                          \
+        while (!(cond)) {                                                                          \
+            assert_true(td_now_ns() < until_);                                                     \
+            turn(w);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+static void send_peers(world_t *w, bool with_store)
+{
+    td_msg_t msg = {.type = TD_MSG_PEERS};
+    td_msg_peer_t peer = {.id = "store",
+                          .role = TD_ROLE_KVSTORE,
+                          .incarnation = STORE,
+                          .endpoint = td_bus_endpoint(w->store),
+                          .store_master = true};
+    msg.u.peers = (td_msg_peers_t){.version = 1, .count = with_store ? 1 : 0, .peers = &peer};
+    assert_int_equal(td_bus_send(w->router, "writer", &msg), TD_OK);
+    TURN_UNTIL(w, (td_member_store_master(w->member) != NULL) == with_store);
+}
+
+static void join_writer(world_t *w)
+{
+    td_member_events_t events = {.registered = nothing_registered,
+                                 .peer_up = nothing_up,
+                                 .peer_down = nothing_down,
+                                 .fenced = nothing_fenced};
+    td_msg_register_t self = {.self = {.id = "writer",
+                                       .role = TD_ROLE_PREFILL,
+                                       .endpoint = td_bus_endpoint(w->writer)},
+                              .http = "",
+                              .numerics_class = "",
+                              .version = ""};
+    td_msg_t msg = {.type = TD_MSG_REGISTERED, .u.registered = {.accepted = true, .error = ""}};
+
+    assert_int_equal(td_member_create(w->writer, td_bus_endpoint(w->router), &self, &events,
+                                      &w->member),
+                     TD_OK);
+    assert_int_equal(td_bus_connect(w->router, "writer", td_bus_endpoint(w->writer), WRITER),
+                     TD_OK);
+    assert_int_equal(td_bus_connect(w->store, "writer", td_bus_endpoint(w->writer), WRITER),
+                     TD_OK);
+    assert_int_equal(td_bus_connect(w->store, "store", td_bus_endpoint(w->store), STORE), TD_OK);
+    assert_int_equal(td_bus_send(w->router, "writer", &msg), TD_OK);
+}
+
+static void add_peer(td_transfer_t *to, const td_transfer_t *of, uint64_t incarnation,
+                     uint32_t blocks)
+{
+    td_transfer_peer_t peer = {
+        .incarnation = incarnation, .block_count = blocks, .block_bytes = BLOCK_BYTES};
+    td_transfer_address(of, &peer.address, &peer.address_len, &peer.rkey, &peer.rkey_len,
+                        &peer.base);
+    assert_int_equal(td_transfer_peer_add(to, &peer), TD_OK);
+}
+
+static int setup(void **state)
+{
+    world_t *w = calloc(1, sizeof(*w));
+
+    assert_non_null(w);
+    assert_int_equal(td_metrics_create(&w->metrics), TD_OK);
+    w->router = bus_of("router", ROUTER);
+    w->writer = bus_of("writer", WRITER);
+    w->store = bus_of("store", STORE);
+    w->writer_transfer = transfer_of(WRITER, WRITER_BLOCKS);
+    w->store_transfer = transfer_of(STORE, SEGMENT_BLOCKS);
+    add_peer(w->store_transfer, w->writer_transfer, WRITER, WRITER_BLOCKS);
+    add_peer(w->writer_transfer, w->store_transfer, STORE, SEGMENT_BLOCKS);
+    assert_int_equal(td_pool_create(td_transfer_memory(w->writer_transfer), WRITER_BLOCKS,
+                                    BLOCK_BYTES, &w->pool),
+                     TD_OK);
+    td_transfer_set_pool(w->writer_transfer, w->pool);
+    assert_int_equal(kvs_master_create(w->store, w->metrics, 64, 1, &w->master), TD_OK);
+    assert_int_equal(kvs_segment_create(w->store, w->store_transfer, w->metrics, SEGMENT_BLOCKS,
+                                        BLOCK_BYTES, &w->segment),
+                     TD_OK);
+    kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
+    join_writer(w);
+    assert_int_equal(kvs_client_create(w->writer, w->member, w->pool, &w->client), TD_OK);
+    send_peers(w, true);
+    *state = w;
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    world_t *w = *state;
+    td_transfer_destroy(w->writer_transfer);
+    td_transfer_destroy(w->store_transfer);
+    kvs_client_destroy(w->client);
+    kvs_segment_destroy(w->segment);
+    kvs_master_destroy(w->master);
+    td_member_destroy(w->member);
+    td_pool_destroy(w->pool);
+    td_bus_destroy(w->router);
+    td_bus_destroy(w->writer);
+    td_bus_destroy(w->store);
+    td_metrics_destroy(w->metrics);
+    free(w);
+    return 0;
+}
+
+static td_block_key_t key_of(uint32_t n)
+{
+    td_block_key_t key = {{0}};
+    memcpy(key.bytes, &n, sizeof(n));
+    key.bytes[12] = 7;
+    return key;
+}
+
+/* Fills and indexes blocks first..first+count-1 of the writer (cached afterwards) and offers them. */
+static void put_blocks(world_t *w, uint32_t first, uint32_t count)
+{
+    uint32_t idx[WRITER_BLOCKS];
+
+    for (uint32_t i = 0; i < count; i++) {
+        td_block_key_t key = key_of(first + i);
+        assert_int_equal(td_pool_take(w->pool, &idx[i]), TD_OK);
+        memset(td_pool_bytes(w->pool, idx[i]), (int)(first + i + 1), BLOCK_BYTES);
+        assert_int_equal(td_pool_index(w->pool, idx[i], &key,
+                                       td_block_content_hash(td_pool_bytes(w->pool, idx[i]),
+                                                             BLOCK_BYTES)),
+                         TD_OK);
+    }
+    assert_int_equal(kvs_client_put(w->client, idx, count), TD_OK);
+    for (uint32_t i = count; i > 0; i--) {
+        td_pool_unref(w->pool, idx[i - 1]);
+    }
+}
+
+static void on_lookup(void *ctx, uint64_t tag, td_status_t status,
+                      const td_msg_lookup_result_t *found)
+{
+    world_t *w = ctx;
+    (void)tag;
+    w->lookups++;
+    w->lookup_status = status;
+    w->found = found != NULL ? found->count : 0;
+    for (uint32_t i = 0; i < w->found; i++) {
+        w->where[i] = found->blocks[i];
+        w->epochs[i] = found->epochs[i];
+        w->checksums[i] = found->checksums[i];
+    }
+}
+
+static void lookup(world_t *w, uint32_t first, uint32_t count)
+{
+    td_block_key_t keys[WRITER_BLOCKS];
+    int before = w->lookups;
+
+    for (uint32_t i = 0; i < count; i++) {
+        keys[i] = key_of(first + i);
+    }
+    assert_int_equal(kvs_client_lookup(w->client, keys, count, on_lookup, w, 0), TD_OK);
+    TURN_UNTIL(w, w->lookups > before);
+}
+
+static void test_store_put_then_lookup_finds_the_longest_prefix(void **state)
+{
+    world_t *w = *state;
+
+    put_blocks(w, 0, 4);
+    assert_int_equal(kvs_client_pinned(w->client), 4);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    assert_int_equal(td_pool_counts(w->pool).active, 0);
+    lookup(w, 0, 6);
+    assert_int_equal(w->found, 4);
+    lookup(w, 3, 2);
+    assert_int_equal(w->found, 1);
+    lookup(w, 9, 1);
+    assert_int_equal(w->found, 0);
+    assert_int_equal(w->lookup_status, TD_ERR_NOT_FOUND);
+}
+
+static void test_store_holds_the_writers_bytes(void **state)
+{
+    world_t *w = *state;
+    td_block_key_t key = key_of(2);
+
+    put_blocks(w, 0, 3);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 3);
+    assert_int_equal(w->found, 3);
+    {
+        const uint8_t *stored =
+            td_transfer_memory(w->store_transfer) + (size_t)w->where[2] * BLOCK_BYTES;
+        assert_int_equal(stored[0], 3);
+        assert_int_equal(td_block_checksum(td_block_content_hash(stored, BLOCK_BYTES), &key,
+                                           w->epochs[2]),
+                         w->checksums[2]);
+    }
+}
+
+static void test_store_second_put_of_a_key_stores_nothing(void **state)
+{
+    world_t *w = *state;
+    uint32_t idx = 0;
+
+    put_blocks(w, 0, 1);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    {
+        td_block_key_t key = key_of(0);
+        idx = td_pool_find(w->pool, &key);
+    }
+    assert_int_equal(kvs_client_put(w->client, &idx, 1), TD_OK);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 1);
+}
+
+/* I3, F6: bytes that are not the named ones are revoked, never readable. */
+static void test_i3_store_revokes_a_block_whose_bytes_changed(void **state)
+{
+    world_t *w = *state;
+    td_block_key_t key = key_of(0);
+
+    put_blocks(w, 0, 1);
+    td_pool_bytes(w->pool, td_pool_find(w->pool, &key))[100] ^= 1; /* before the segment fetches */
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 0);
+    put_blocks(w, 1, 1); /* and the space is free for the next one */
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 1, 1);
+    assert_int_equal(w->found, 1);
+}
+
+/* F7: a writer that dies after PutStart blocks nobody: its keys are free for the next writer at once. */
+static void test_f7_dead_writers_keys_are_revoked(void **state)
+{
+    world_t *w = *state;
+    td_block_key_t key = key_of(0);
+    uint32_t idx = 0;
+
+    td_transfer_peer_remove(w->store_transfer, WRITER); /* it will never be fetched from */
+    put_blocks(w, 0, 1);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    add_peer(w->store_transfer, w->writer_transfer, WRITER, WRITER_BLOCKS);
+    kvs_master_peer_down(w->master, "writer", WRITER);
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 0);
+    idx = td_pool_find(w->pool, &key);
+    assert_int_equal(kvs_client_put(w->client, &idx, 1), TD_OK);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 1);
+}
+
+/* F8: a segment that fills up evicts the oldest and goes on taking new ones. */
+static void test_f8_full_segment_evicts_and_takes_new_blocks(void **state)
+{
+    world_t *w = *state;
+
+    for (uint32_t i = 0; i < WRITER_BLOCKS; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+    lookup(w, WRITER_BLOCKS - 1, 1);
+    assert_int_equal(w->found, 1);
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 0);
+}
+
+static void test_store_lease_blocks_eviction(void **state)
+{
+    world_t *w = *state;
+
+    put_blocks(w, 0, 1);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 1); /* leased for KVS_LEASE_MS */
+    for (uint32_t i = 1; i < WRITER_BLOCKS; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 1);
+}
+
+static void test_store_silent_master_is_a_timeout_and_a_dead_one_ends_pins(void **state)
+{
+    world_t *w = *state;
+
+    w->store_frozen = true;
+    lookup(w, 0, 1);
+    assert_int_equal(w->lookup_status, TD_ERR_TIMEOUT);
+    put_blocks(w, 0, 2);
+    assert_int_equal(kvs_client_pinned(w->client), 2);
+    send_peers(w, false);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    assert_int_equal(td_pool_counts(w->pool).active, 0);
+    {
+        td_block_key_t key = key_of(0);
+        assert_int_equal(kvs_client_lookup(w->client, &key, 1, on_lookup, w, 0),
+                         TD_ERR_PEER_DEAD);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_store_put_then_lookup_finds_the_longest_prefix, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_holds_the_writers_bytes, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_store_second_put_of_a_key_stores_nothing, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i3_store_revokes_a_block_whose_bytes_changed, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f7_dead_writers_keys_are_revoked, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_f8_full_segment_evicts_and_takes_new_blocks, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_lease_blocks_eviction, setup, teardown),
+        cmocka_unit_test_setup_teardown(
+            test_store_silent_master_is_a_timeout_and_a_dead_one_ends_pins, setup, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
