@@ -8,6 +8,7 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
+#include "common/model/td_sampler.h"
 #include "tests/bench/bench.h"
 
 #define EVAL_TOPK_MAX 1000u
@@ -26,6 +27,7 @@ typedef struct eval_job {
     uint32_t count;
     uint32_t gen;
     uint32_t topk;
+    bool hashes; /* "hashes": true asks for the XXH3-64 of each greedy step's logits (I1) */
 } eval_job_t;
 
 typedef struct eval {
@@ -42,6 +44,7 @@ static void print_help(void)
                "Job, one JSON object a line:\n"
                "  {\"id\": text, \"ids\": [token ids], \"gen\": N, \"topk\": K}; other fields are "
                "ignored\n"
+               "  (with \"hashes\": true the result has \"logits_xxh\", one for each greedy step)\n"
                "Result, one line a job:\n"
                "  {\"id\", \"nll\": mean negative log-likelihood of ids[1:] in nats (null for one "
                "id),\n"
@@ -146,6 +149,7 @@ static bool job_read(const eval_t *e, const json_t *root, eval_job_t *job)
         !job_field(e, root, "topk", EVAL_TOPK_MAX, &job->topk)) {
         return false;
     }
+    job->hashes = json_is_true(json_object_get(root, "hashes"));
     job->count = (uint32_t)count;
     job->ids = td_calloc(count, sizeof(*job->ids));
     if (job->ids == NULL) {
@@ -180,12 +184,17 @@ static bool forward(eval_t *e, const uint32_t *ids, uint32_t position, uint32_t 
 }
 
 /* Continues from the last row's logits; ends after id 0 or 2, or at the end of the context. */
-static bool generate(eval_t *e, const eval_job_t *job, const float *logits, json_t *greedy)
+static bool generate(eval_t *e, const eval_job_t *job, const float *logits, json_t *greedy,
+                     json_t *hashes)
 {
     const td_model_info_t *info = td_model_info(e->run.model);
 
     for (uint32_t n = 0; n < job->gen; n++) {
         uint32_t id = row_argmax(logits, info->vocab_size);
+        char hash[17];
+        (void)snprintf(hash, sizeof(hash), "%016llx",
+                       (unsigned long long)td_logits_hash(logits, info->vocab_size));
+        (void)json_array_append_new(hashes, json_string(hash));
         (void)json_array_append_new(greedy, json_integer(id));
         if (id == 0 || id == 2 || n + 1 == job->gen || job->count + n >= info->context_max) {
             return true;
@@ -203,7 +212,9 @@ static json_t *job_run(eval_t *e, const eval_job_t *job)
     const uint32_t vocab = td_model_info(e->run.model)->vocab_size;
     json_t *argmaxes = json_array();
     json_t *greedy = json_array();
+    json_t *hashes = json_array();
     json_t *top = NULL;
+    json_t *result = NULL;
     double nll = 0;
     const float *last = NULL;
 
@@ -213,6 +224,7 @@ static json_t *job_run(eval_t *e, const eval_job_t *job)
         if (!forward(e, job->ids + at, at, count, &logits)) {
             json_decref(argmaxes);
             json_decref(greedy);
+            json_decref(hashes);
             return NULL;
         }
         for (uint32_t i = 0; i < count; i++) {
@@ -226,15 +238,21 @@ static json_t *job_run(eval_t *e, const eval_job_t *job)
         }
     }
     top = row_top(last, vocab, job->topk);
-    if (!generate(e, job, last, greedy)) {
+    if (!generate(e, job, last, greedy, hashes)) {
         json_decref(argmaxes);
         json_decref(greedy);
+        json_decref(hashes);
         json_decref(top);
         return NULL;
     }
-    return json_pack("{s:s, s:o, s:o, s:o, s:o}", "id", job->id, "nll",
-                     job->count > 1 ? json_real(nll / (job->count - 1)) : json_null(), "argmax",
-                     argmaxes, "top", top, "greedy", greedy);
+    result = json_pack("{s:s, s:o, s:o, s:o, s:o}", "id", job->id, "nll",
+                       job->count > 1 ? json_real(nll / (job->count - 1)) : json_null(), "argmax",
+                       argmaxes, "top", top, "greedy", greedy);
+    if (job->hashes) {
+        (void)json_object_set(result, "logits_xxh", hashes);
+    }
+    json_decref(hashes);
+    return result;
 }
 
 static int eval_line(eval_t *e, const char *text)
