@@ -329,6 +329,15 @@ def wait_until(predicate, seconds=10, what="condition"):
 # --- running tests --------------------------------------------------------------------------------
 
 _tests = []
+_shared = {}  # arguments -> cluster
+
+
+def shared(options, **arguments):
+    """A cluster that the tests of a file use together; main() stops it."""
+    key = repr(sorted(arguments.items()))
+    if key not in _shared:
+        _shared[key] = Cluster(options.bin, **arguments).__enter__()
+    return _shared[key]
 
 
 def test(function):
@@ -348,6 +357,8 @@ def run_one(function, options):
         return True
     except Exception:  # whatever a test raises is its failure
         traceback.print_exc(file=sys.stdout)
+        for cluster in _shared.values():
+            cluster.print_logs()
         print(f"[  FAILED  ] {name}", flush=True)
         return False
     print(f"    {time.monotonic() - started:.1f} s")
@@ -369,7 +380,11 @@ def main(description=None, add_options=None):
 
     signal.signal(signal.SIGTERM, end)
     ok = True
-    for function in _tests:
-        if options.only in function.__name__:
-            ok = run_one(function, options) and ok
+    try:
+        for function in _tests:
+            if options.only in function.__name__:
+                ok = run_one(function, options) and ok
+    finally:
+        for cluster in _shared.values():
+            cluster.__exit__(None, None, None)
     sys.exit(0 if ok else 1)
