@@ -381,7 +381,11 @@ static bool envelope_is_live(td_bus_t *bus, const td_msg_t *msg)
     uint32_t at = peer_find(bus, msg->sender_id);
 
     if (msg->type == TD_MSG_REGISTER || msg->type == TD_MSG_REGISTERED) {
-        /* These make processes known to each other; the receiver checks what they say. */
+        /* These make processes known to each other; the receiver checks what they say. A process that
+         * reconnected counts from 1 again, and its registration is the first to arrive. */
+        if (at != UINT32_MAX && bus->peers[at]->incarnation == msg->sender_incarnation) {
+            bus->peers[at]->seen = msg->sequence;
+        }
         return msg->receiver_incarnation == 0 || msg->receiver_incarnation == bus->incarnation;
     }
     if (msg->receiver_incarnation != bus->incarnation) {

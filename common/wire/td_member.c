@@ -146,7 +146,7 @@ static void handle_registered(td_member_t *m, const td_msg_t *msg)
 
     if (!r->accepted) {
         TD_LOG_WARN("router refused us", "why=\"%s\"", r->error);
-        if (m->registered) {
+        if (m->registered || strcmp(r->error, TD_DEAD_TEXT) == 0) {
             fence(m, true); /* it had declared us dead: start a new life */
             m->next_send_ns = 0;
         }

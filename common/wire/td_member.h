@@ -12,6 +12,7 @@
 #include "common/wire/td_msg.h"
 
 #define TD_ROUTER_ID "router"
+#define TD_DEAD_TEXT "declared dead" /* why a life that has ended is refused */
 #define TD_HEARTBEAT_MS 500u
 #define TD_PEER_DEAD_MS 2000u
 #define TD_TICKET_LEASE_MS 5000u

@@ -961,10 +961,14 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
     return TD_ERR_PROTOCOL;
 }
 
+/* ctx, if any, hears of a failure: unpacking answers NULL for bad bytes and for lack of memory alike. */
 static void *arena_alloc(void *ctx, size_t bytes)
 {
-    (void)ctx;
-    return td_alloc(bytes);
+    void *ptr = td_alloc(bytes);
+    if (ptr == NULL && ctx != NULL) {
+        *(bool *)ctx = true;
+    }
+    return ptr;
 }
 
 static void arena_release(void *ctx, void *ptr)
@@ -973,7 +977,7 @@ static void arena_release(void *ctx, void *ptr)
     td_free(ptr);
 }
 
-static ProtobufCAllocator allocator = {.alloc = arena_alloc, .free = arena_release};
+static ProtobufCAllocator release_only = {.alloc = arena_alloc, .free = arena_release};
 
 static td_status_t read_envelope(const PB(Envelope) * env, td_msg_t *msg, td_msg_arena_t *arena)
 {
@@ -989,6 +993,9 @@ static td_status_t read_envelope(const PB(Envelope) * env, td_msg_t *msg, td_msg
 td_status_t td_msg_decode(const void *bytes, size_t len, td_msg_t *msg_out,
                           td_msg_arena_t **arena_out)
 {
+    bool no_memory = false;
+    ProtobufCAllocator allocator = {
+        .alloc = arena_alloc, .free = arena_release, .allocator_data = &no_memory};
     td_msg_arena_t *arena = NULL;
     td_status_t status = TD_OK;
     td_msg_t msg;
@@ -1003,8 +1010,11 @@ td_status_t td_msg_decode(const void *bytes, size_t len, td_msg_t *msg_out,
     memset(&msg, 0, sizeof(msg));
     arena->envelope = tandem__v1__envelope__unpack(&allocator, len, bytes);
     if (arena->envelope == NULL) {
-        TD_LOG_WARN("message refused", "why=\"not an envelope\" bytes=%zu", len);
         td_free(arena);
+        if (no_memory) {
+            return TD_ERR_NO_MEMORY;
+        }
+        TD_LOG_WARN("message refused", "why=\"not an envelope\" bytes=%zu", len);
         return TD_ERR_PROTOCOL;
     }
     status = read_envelope(arena->envelope, &msg, arena);
@@ -1022,7 +1032,7 @@ void td_msg_arena_free(td_msg_arena_t *arena)
     if (arena == NULL) {
         return;
     }
-    tandem__v1__envelope__free_unpacked(arena->envelope, &allocator);
+    tandem__v1__envelope__free_unpacked(arena->envelope, &release_only);
     td_free(arena->extra);
     td_free(arena);
 }

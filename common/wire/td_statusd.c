@@ -67,7 +67,7 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
     return answer_text(connection, 404, "application/json", "{\"error\":\"not found\"}\n", 22);
 }
 
-static td_status_t parse_listen(const char *listen, struct sockaddr_in *addr)
+td_status_t td_listen_parse(const char *listen, struct sockaddr_in *addr)
 {
     char host[64];
     const char *colon = strrchr(listen, ':');
@@ -92,7 +92,7 @@ td_status_t td_statusd_create(const char *listen, const td_metrics_t *metrics, t
     struct sockaddr_in addr;
     char host[INET_ADDRSTRLEN] = "";
 
-    if (parse_listen(listen, &addr) != TD_OK) {
+    if (td_listen_parse(listen, &addr) != TD_OK) {
         TD_LOG_ERROR("status address refused", "got=\"%s\" expected=\"IPv4 address:port\"", listen);
         return TD_ERR_INVALID;
     }

@@ -2,6 +2,7 @@
  * Threads: init; its own thread serves, from the lock-free metrics only. */
 #pragma once
 
+#include <netinet/in.h>
 #include <stdint.h>
 
 #include "common/base/td_metrics.h"
@@ -16,3 +17,5 @@ TD_MUST_CHECK td_status_t td_statusd_create(const char *listen, const td_metrics
 void td_statusd_destroy(td_statusd_t *statusd);
 /** "host:port" as bound. */
 const char *td_statusd_address(const td_statusd_t *statusd);
+/** Reads "a.b.c.d:port", port 0..65535. Errors: TD_ERR_INVALID. */
+TD_MUST_CHECK td_status_t td_listen_parse(const char *listen, struct sockaddr_in *addr);

@@ -234,7 +234,7 @@ static td_block_key_t key_of(uint32_t n)
 /* Fills and indexes blocks first..first+count-1 of the writer (cached afterwards) and offers them. */
 static void put_blocks(world_t *w, uint32_t first, uint32_t count)
 {
-    uint32_t idx[WRITER_BLOCKS];
+    uint32_t idx[WRITER_BLOCKS] = {0};
 
     for (uint32_t i = 0; i < count; i++) {
         td_block_key_t key = key_of(first + i);

@@ -1,0 +1,30 @@
+"""make chaos: the matrix of test_chaos.py, many rounds. Prints each failing cell; exits 1 on any."""
+import argparse
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import faults
+
+
+def run():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bin", default="build/test/bin")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    failed = total = 0
+    for role in ("prefill", "decode", "kvstore"):
+        for carrier in faults.CARRIERS:
+            for name, error in faults.run_matrix(options, role, carrier, options.rounds):
+                total += 1
+                failed += error is not None
+                if error is not None:
+                    print(f"FAILED {role} {name}: {error}", flush=True)
+                elif total % 10 == 0:
+                    print(f"{total} cells, {failed} failed", flush=True)
+    print(f"{total - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())
