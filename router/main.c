@@ -1,0 +1,161 @@
+/* tandem-router: the OpenAI HTTP API, the registry of the cluster, placement. */
+#include <string.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+#include "common/kv/td_kv_layout.h"
+#include "common/wire/td_member.h"
+#include "common/wire/td_proc.h"
+#include "router/rtr_http.h"
+#include "router/rtr_model_file.h"
+
+#define TICK_MS 50u
+#define FLUSH_MS 1000u /* for the last answers to leave */
+
+typedef struct app {
+    td_proc_t proc;
+    rtr_metrics_t metrics;
+    rtr_model_file_t model;
+    rtr_auth_t *auth; /* NULL: no keys */
+    rtr_gone_t *gone;
+    rtr_loop_t *loop;
+    rtr_workers_t *workers;
+    rtr_http_t *http;
+} app_t;
+
+static const td_option_t options[] = {
+    {"id", TD_OPTION_CHOICE, TD_ROUTER_ID, "name in the cluster, fixed", 0, 0, TD_ROUTER_ID},
+    {"listen", TD_OPTION_TEXT, "tcp://127.0.0.1:5570", "ZeroMQ endpoint to bind"},
+    {"advertise", TD_OPTION_TEXT, NULL, "host that other processes reach this one by"},
+    {"http", TD_OPTION_TEXT, "127.0.0.1:8000", "address of the HTTP API"},
+    {"cluster-secret-file", TD_OPTION_TEXT, NULL, "file with the cluster's secret, mode 0600"},
+    {"curve", TD_OPTION_BOOL, "false", "encrypt ZeroMQ on loopback too (elsewhere always)"},
+    {"log-level", TD_OPTION_CHOICE, "info", "lowest level logged", 0, 0, "error|warn|info|debug"},
+    {"ready-file", TD_OPTION_TEXT, NULL, "write the API's host:port here once bound"},
+    {"fault", TD_OPTION_TEXT, NULL, "test builds: STEP:kill|stop[:N]"},
+    {"model", TD_OPTION_TEXT, NULL, "GGUF file of the served model"},
+    {"served-model-name", TD_OPTION_TEXT, NULL, "its name in the API [the file's, without .gguf]"},
+    {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block", 16, 1024},
+    {"context-max", TD_OPTION_COUNT, "0", "tokens of prompt and answer [the model's]", 0,
+     TD_MSG_PROMPT_TOKENS_MAX},
+    {"allow-placement", TD_OPTION_BOOL, "false",
+     "let clients name nodes (\"tandem\") and see logits' hashes"},
+    {"api-key-file", TD_OPTION_TEXT, NULL, "one key a line, mode 0600: then a key is needed"},
+    {"queue-max", TD_OPTION_COUNT, "256", "prompts that may wait for room; past it 429", 0,
+     RTR_TICKETS_MAX},
+    {"queue-ms", TD_OPTION_MS, "5000", "longest wait for room; past it 429", 1, 3600000},
+    {"request-timeout-ms", TD_OPTION_MS, "600000", "longest request; past it 504", 1, 86400000},
+    {"drain-ms", TD_OPTION_MS, "5000", "for requests under way after SIGTERM", 0, 3600000},
+    {"workers", TD_OPTION_COUNT, "2", "threads that parse and tokenise", 1, RTR_WORKERS_MAX},
+    {"body-bytes-max", TD_OPTION_BYTES, "8M", "largest request body", 1024, 1u << 30},
+    {"connections-max", TD_OPTION_COUNT, "1024", "HTTP connections", 1, 1u << 20},
+};
+
+static td_status_t start_model(app_t *app)
+{
+    const td_config_t *config = app->proc.config;
+    const char *path = td_config_text(config, "model");
+
+    if (path == NULL) {
+        TD_LOG_ERROR("model not given", "expected=\"--model FILE.gguf\"");
+        return TD_ERR_INVALID;
+    }
+    TD_TRY(rtr_model_file_load(path, td_config_text(config, "served-model-name"),
+                               (uint32_t)td_config_u64(config, "context-max"),
+                               (uint32_t)td_config_u64(config, "block-tokens"), &app->model));
+    app->model.model.allow_placement = td_config_bool(config, "allow-placement");
+    return TD_OK;
+}
+
+static td_status_t start(app_t *app)
+{
+    const td_config_t *config = app->proc.config;
+    const char *keys = td_config_text(config, "api-key-file");
+    uint32_t connections = (uint32_t)td_config_u64(config, "connections-max");
+    rtr_loop_config_t loop = {
+        .metrics = &app->metrics,
+        .model = &app->model.model,
+        .secret = app->proc.secret,
+        .fingerprint = app->model.fingerprint,
+        .block_tokens = (uint32_t)td_config_u64(config, "block-tokens"),
+        .queue_max = (uint32_t)td_config_u64(config, "queue-max"),
+        .queue_ms = (uint32_t)td_config_u64(config, "queue-ms"),
+        .request_timeout_ms = (uint32_t)td_config_u64(config, "request-timeout-ms"),
+    };
+    rtr_http_config_t http = {
+        .listen = td_config_text(config, "http"),
+        .connections_max = connections,
+        .body_bytes_max = td_config_u64(config, "body-bytes-max"),
+        .model = &app->model.model,
+        .registry = app->proc.metrics,
+        .metrics = &app->metrics,
+    };
+
+    TD_TRY(start_model(app));
+    if (keys != NULL) {
+        TD_TRY(rtr_auth_load(keys, &app->auth));
+    }
+    rtr_metrics_declare(app->proc.metrics, &app->metrics);
+    TD_TRY(td_proc_open(&app->proc, false));
+    TD_TRY(rtr_gone_create(connections, &app->gone));
+    loop.bus = app->proc.bus;
+    loop.gone = app->gone;
+    loop.block_bytes = app->model.block_bytes;
+    TD_TRY(rtr_loop_create(&loop, &app->loop));
+    TD_TRY(rtr_workers_create((uint32_t)td_config_u64(config, "workers"), &app->model.model,
+                              app->loop, &app->workers));
+    http.auth = app->auth;
+    http.gone = app->gone;
+    http.loop = app->loop;
+    http.workers = app->workers;
+    TD_TRY(rtr_http_create(&http, &app->http));
+    TD_LOG_INFO("serving", "http=%s model=%s", rtr_http_address(app->http), app->model.name);
+    td_proc_announce(&app->proc, rtr_http_address(app->http));
+    return TD_OK;
+}
+
+static void run(app_t *app)
+{
+    uint64_t flush_ns = 0;
+    struct signalfd_siginfo info;
+
+    while (!rtr_loop_step(app->loop, app->proc.signal_fd, TICK_MS)) {
+    }
+    (void)!read(app->proc.signal_fd, &info, sizeof(info));
+    TD_LOG_INFO("stopping", "why=signal");
+    rtr_http_drain(app->http);
+    rtr_loop_drain(app->loop, (uint32_t)td_config_u64(app->proc.config, "drain-ms"));
+    flush_ns = td_now_ns() + FLUSH_MS * TD_NS_PER_MS;
+    while (rtr_gone_watched(app->gone) > 0 && td_remaining_ns(flush_ns) > 0) {
+        (void)rtr_loop_step(app->loop, -1, 5);
+        rtr_tickets_end_all(rtr_loop_tickets(app->loop));
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static app_t app;
+    td_config_next_t next =
+        td_proc_init(&app.proc, "tandem-router", TD_ROUTER_ID,
+                     "Tandem's router: OpenAI-compatible HTTP API, registry and placement.",
+                     options, TD_ARRAY_LEN(options), argc, argv);
+    int rc = next == TD_CONFIG_EXIT_USAGE ? 2 : 0;
+
+    if (next == TD_CONFIG_RUN) {
+        rc = start(&app) == TD_OK ? 0 : 1;
+        if (rc == 0) {
+            run(&app);
+        }
+    }
+    rtr_http_destroy(app.http); /* before the workers: its thread hands them requests */
+    rtr_workers_destroy(app.workers);
+    rtr_loop_destroy(app.loop);
+    rtr_gone_destroy(app.gone);
+    rtr_auth_destroy(app.auth);
+    rtr_model_file_fini(&app.model);
+    td_proc_fini(&app.proc);
+    return rc;
+}

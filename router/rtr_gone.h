@@ -1,0 +1,28 @@
+/* rtr_gone.h - notices clients that leave while their connection is suspended: MHD does not look at
+ * a suspended connection, so its descriptor is watched by an epoll set of our own, too. The very
+ * descriptor, no dup: that would hold the socket open. A half-closed connection counts as gone.
+ * Threads: watch and unwatch: the connection's; collect: loop; wake_all: any. Lock order: table,
+ * then the request's mutex. */
+#pragma once
+
+#include <stdint.h>
+
+#include "router/rtr_request.h"
+
+typedef struct rtr_gone rtr_gone_t;
+
+/** Units: connections_max, watched at one time. Errors: TD_ERR_NO_MEMORY, TD_ERR_IO. */
+TD_MUST_CHECK td_status_t rtr_gone_create(uint32_t connections_max, rtr_gone_t **out);
+void rtr_gone_destroy(rtr_gone_t *gone);
+/** Watches until unwatch. Errors: TD_ERR_BUSY (table full), TD_ERR_IO. */
+TD_MUST_CHECK td_status_t rtr_gone_watch(rtr_gone_t *gone, int fd, rtr_request_t *req,
+                                         uint32_t *slot_out);
+/** Before the connection gives its request up. */
+void rtr_gone_unwatch(rtr_gone_t *gone, uint32_t slot);
+/** Readable when somebody has left. */
+int rtr_gone_fd(const rtr_gone_t *gone);
+/** Marks the requests of those who have left; the number of them. */
+uint32_t rtr_gone_collect(rtr_gone_t *gone);
+/** Wakes every suspended connection (before MHD is stopped). Units: the number still watched. */
+uint32_t rtr_gone_wake_all(rtr_gone_t *gone);
+uint32_t rtr_gone_watched(rtr_gone_t *gone);

@@ -1,0 +1,552 @@
+#include "router/rtr_http.h"
+
+#include <arpa/inet.h>
+#include <microhttpd.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+#include "common/wire/td_statusd.h"
+
+#define IDLE_TIMEOUT_S 60u
+#define CONNECTION_BYTES 32768u
+#define STREAM_BLOCK_BYTES 8192u
+#define DISCARD_BYTES_MAX (64u << 20) /* of a body that is refused; more closes the connection */
+#define MODELS_PATH "/v1/models/"
+
+struct rtr_http {
+    rtr_http_config_t config;
+    struct MHD_Daemon *daemon; /* owned */
+    atomic_bool draining;      /* relaxed: a request sooner or later is refused */
+    atomic_bool stopping;      /* seq_cst, with the watch table's lock: see suspend_locked() */
+    char address[64];
+};
+
+struct conn;
+typedef enum MHD_Result (*route_fn)(struct conn *conn);
+
+typedef struct route {
+    const char *method;
+    const char *path;
+    bool is_prefix;
+    bool needs_key;
+    rtr_kind_t kind; /* of POST routes */
+    route_fn answer; /* NULL: a request for the workers */
+} route_t;
+
+/** One HTTP request on a connection. */
+typedef struct conn {
+    rtr_http_t *http;
+    struct MHD_Connection *mhd;
+    const char *url;    /* borrowed from MHD */
+    const char *method; /* borrowed from MHD */
+    td_str_t body;
+    size_t discarded; /* bytes of a body over the limit */
+    rtr_request_t *req;
+    bool watched;
+    uint32_t watch_slot;
+} conn_t;
+
+/* --- answers ---------------------------------------------------------------------------------- */
+
+static void add_header(struct MHD_Response *response, const char *name, const char *value)
+{
+    if (value[0] != '\0') {
+        (void)MHD_add_response_header(response, name, value);
+    }
+}
+
+/* Takes text over. retry: with Retry-After. */
+static enum MHD_Result answer(const conn_t *conn, int status, const char *type, td_str_t *text,
+                              bool retry, const char *allow)
+{
+    static char empty[1];
+    struct MHD_Response *response = NULL;
+    enum MHD_Result result = MHD_NO;
+
+    if (text->bytes == NULL) {
+        response = MHD_create_response_from_buffer(0, empty, MHD_RESPMEM_PERSISTENT);
+    } else {
+        response =
+            MHD_create_response_from_buffer_with_free_callback(text->len, text->bytes, td_free);
+    }
+    if (response == NULL) {
+        td_str_fini(text);
+        return MHD_NO;
+    }
+    *text = (td_str_t){0};
+    add_header(response, "Content-Type", type);
+    add_header(response, "Allow", allow);
+    if (retry) {
+        add_header(response, "Retry-After", "1");
+    }
+    if (status == 401) {
+        add_header(response, "WWW-Authenticate", "Bearer");
+    }
+    if (conn->req != NULL) {
+        add_header(response, "x-request-id", conn->req->request_id);
+        add_header(response, "x-tandem-prefill", conn->req->prefill_id);
+        add_header(response, "x-tandem-decode", conn->req->decode_id);
+    }
+    result = MHD_queue_response(conn->mhd, (unsigned)status, response);
+    MHD_destroy_response(response);
+    return result;
+}
+
+static enum MHD_Result answer_error(const conn_t *conn, const rtr_error_t *error, bool retry,
+                                    const char *allow)
+{
+    td_str_t text = {0};
+    if (rtr_reply_error(error, &text) != TD_OK) {
+        return MHD_NO;
+    }
+    return answer(conn, error->http, "application/json", &text, retry, allow);
+}
+
+static enum MHD_Result answer_json(const conn_t *conn, td_status_t status, td_str_t *text)
+{
+    if (status != TD_OK) {
+        td_str_fini(text);
+        return MHD_NO;
+    }
+    return answer(conn, 200, "application/json", text, false, "");
+}
+
+/* --- small routes ----------------------------------------------------------------------------- */
+
+static enum MHD_Result get_models(conn_t *conn)
+{
+    td_str_t text = {0};
+    return answer_json(conn, rtr_reply_model(conn->http->config.model, true, &text), &text);
+}
+
+static enum MHD_Result get_model(conn_t *conn)
+{
+    const char *name = conn->url + strlen(MODELS_PATH);
+    td_str_t text = {0};
+    rtr_error_t error;
+
+    if (strcmp(name, conn->http->config.model->name) != 0) {
+        rtr_error_set(&error, 404, "model_not_found", "model",
+                      "The model `%.128s` does not exist; this server has `%s`.", name,
+                      conn->http->config.model->name);
+        return answer_error(conn, &error, false, "");
+    }
+    return answer_json(conn, rtr_reply_model(conn->http->config.model, false, &text), &text);
+}
+
+static enum MHD_Result get_health(conn_t *conn)
+{
+    td_str_t text = {0};
+    return answer_json(conn, td_str_append_text(&text, "{\"status\":\"ok\"}\n"), &text);
+}
+
+static enum MHD_Result get_ready(conn_t *conn)
+{
+    rtr_registry_t *reg = rtr_loop_registry(conn->http->config.loop);
+    bool prefill = rtr_registry_live(reg, TD_ROLE_PREFILL) > 0;
+    bool decode = rtr_registry_live(reg, TD_ROLE_DECODE) > 0;
+    bool draining = atomic_load_explicit(&conn->http->draining, memory_order_relaxed);
+    td_str_t text = {0};
+
+    if (prefill && decode && !draining) {
+        return answer_json(conn, td_str_append_text(&text, "{\"status\":\"ready\"}\n"), &text);
+    }
+    if (td_str_printf(&text, "{\"status\":\"%s\",\"missing\":[%s%s%s]}\n",
+                      draining ? "draining" : "waiting", prefill ? "" : "\"prefill\"",
+                      prefill || decode ? "" : ",", decode ? "" : "\"decode\"") != TD_OK) {
+        return MHD_NO;
+    }
+    return answer(conn, 503, "application/json", &text, true, "");
+}
+
+static enum MHD_Result get_metrics(conn_t *conn)
+{
+    td_str_t text = {0};
+    if (td_metrics_render(conn->http->config.registry, &text) != TD_OK) {
+        td_str_fini(&text);
+        return MHD_NO;
+    }
+    return answer(conn, 200, "text/plain; version=0.0.4", &text, false, "");
+}
+
+static td_status_t write_page(const rtr_http_t *http, td_str_t *out)
+{
+    rtr_registry_t *reg = rtr_loop_registry(http->config.loop);
+    const rtr_metrics_t *m = http->config.metrics;
+
+    TD_TRY(td_str_printf(
+        out,
+        "<!doctype html><html><head><meta charset=\"utf-8\"><title>Tandem</title><style>"
+        "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"
+        "tr:nth-child(even){background:#f2f2f2}</style></head><body><h1>Tandem</h1>"
+        "<p>version %s, %u prefill, %u decode, %u kvstore live; %llu requests running, %llu "
+        "prompts "
+        "queued. <a href=\"/metrics\">metrics</a></p><table><tr><th>node</th><th>role</th>"
+        "<th>state</th><th>incarnation</th><th>endpoint</th><th>seen, ms ago</th>"
+        "<th>blocks free</th><th>prefills</th><th>sequences</th><th>tokens ahead</th></tr>\n",
+        TD_VERSION, rtr_registry_live(reg, TD_ROLE_PREFILL), rtr_registry_live(reg, TD_ROLE_DECODE),
+        rtr_registry_live(reg, TD_ROLE_KVSTORE), (unsigned long long)td_metric_get(m->running),
+        (unsigned long long)td_metric_get(m->queued)));
+    TD_TRY(rtr_registry_page(reg, out));
+    return td_str_append_text(out, "</table></body></html>\n");
+}
+
+static enum MHD_Result get_page(conn_t *conn)
+{
+    td_str_t text = {0};
+    if (write_page(conn->http, &text) != TD_OK) {
+        td_str_fini(&text);
+        return MHD_NO;
+    }
+    return answer(conn, 200, "text/html; charset=utf-8", &text, false, "");
+}
+
+static const route_t routes[] = {
+    {"POST", "/v1/chat/completions", false, true, RTR_KIND_CHAT, NULL},
+    {"POST", "/v1/completions", false, true, RTR_KIND_COMPLETION, NULL},
+    {"POST", "/tokenize", false, true, RTR_KIND_TOKENIZE, NULL},
+    {"POST", "/detokenize", false, true, RTR_KIND_DETOKENIZE, NULL},
+    {"GET", "/v1/models", false, true, RTR_KIND_CHAT, get_models},
+    {"GET", MODELS_PATH, true, true, RTR_KIND_CHAT, get_model},
+    {"GET", "/health", false, false, RTR_KIND_CHAT, get_health},
+    {"GET", "/ready", false, false, RTR_KIND_CHAT, get_ready},
+    {"GET", "/metrics", false, false, RTR_KIND_CHAT, get_metrics},
+    {"GET", "/", false, false, RTR_KIND_CHAT, get_page},
+};
+
+/* --- requests for the workers ----------------------------------------------------------------- */
+
+static void wake_connection(void *ctx)
+{
+    MHD_resume_connection(ctx);
+}
+
+static ssize_t read_stream(void *cls, uint64_t pos, char *out, size_t max)
+{
+    conn_t *conn = cls;
+    rtr_request_t *req = conn->req;
+    ssize_t result = 0;
+    size_t left = 0;
+    (void)pos;
+
+    (void)pthread_mutex_lock(&req->mu);
+    left = req->out.len - req->out_pos;
+    if (req->torn) {
+        result = MHD_CONTENT_READER_END_WITH_ERROR;
+    } else if (left > 0) {
+        size_t n = TD_MIN(left, max);
+        memcpy(out, req->out.bytes + req->out_pos, n);
+        req->out_pos += n;
+        result = (ssize_t)n;
+    } else if (req->done) {
+        result = MHD_CONTENT_READER_END_OF_STREAM;
+    } else if (atomic_load(&conn->http->stopping)) {
+        result = MHD_CONTENT_READER_END_WITH_ERROR;
+    } else {
+        req->suspended = true;
+        MHD_suspend_connection(conn->mhd);
+    }
+    (void)pthread_mutex_unlock(&req->mu);
+    return result;
+}
+
+static enum MHD_Result answer_stream(conn_t *conn)
+{
+    struct MHD_Response *response = MHD_create_response_from_callback(
+        MHD_SIZE_UNKNOWN, STREAM_BLOCK_BYTES, read_stream, conn, NULL);
+    enum MHD_Result result = MHD_NO;
+
+    if (response == NULL) {
+        return MHD_NO;
+    }
+    add_header(response, "Content-Type", "text/event-stream; charset=utf-8");
+    add_header(response, "Cache-Control", "no-cache");
+    add_header(response, "X-Accel-Buffering", "no");
+    add_header(response, "x-request-id", conn->req->request_id);
+    add_header(response, "x-tandem-prefill", conn->req->prefill_id);
+    add_header(response, "x-tandem-decode", conn->req->decode_id);
+    result = MHD_queue_response(conn->mhd, 200, response);
+    MHD_destroy_response(response);
+    return result;
+}
+
+/* Answers when the headers are decided, else suspends. The request was put into the watch table
+ * before, and rtr_http_stop() sets `stopping` before it walks the table: so either the walk finds
+ * the request, or this finds the flag, and nothing stays suspended. */
+static enum MHD_Result answer_or_suspend(conn_t *conn)
+{
+    rtr_request_t *req = conn->req;
+    td_str_t text = {0};
+    bool torn = false;
+    bool is_stream = false;
+    int http_status = 0;
+
+    (void)pthread_mutex_lock(&req->mu);
+    torn = req->torn;
+    if (!req->ready && !torn) {
+        if (atomic_load(&conn->http->stopping)) {
+            (void)pthread_mutex_unlock(&req->mu);
+            return MHD_NO;
+        }
+        req->suspended = true;
+        MHD_suspend_connection(conn->mhd);
+        (void)pthread_mutex_unlock(&req->mu);
+        return MHD_YES;
+    }
+    is_stream = req->is_stream;
+    http_status = req->http_status;
+    if (!torn && !is_stream) {
+        text = req->out;
+        req->out = (td_str_t){0};
+    }
+    (void)pthread_mutex_unlock(&req->mu);
+    if (torn) {
+        return MHD_NO;
+    }
+    return is_stream ? answer_stream(conn)
+                     : answer(conn, http_status, "application/json", &text, req->retry_after, "");
+}
+
+static void take_request_id(const conn_t *conn, rtr_request_t *req)
+{
+    const char *id = MHD_lookup_connection_value(conn->mhd, MHD_HEADER_KIND, "x-request-id");
+    size_t len = id != NULL ? strlen(id) : 0;
+
+    for (size_t i = 0; i < len; i++) {
+        if (id[i] <= 0x20 || id[i] > 0x7e) {
+            return;
+        }
+    }
+    if (len >= 1 && len <= RTR_REQUEST_ID_CHARS_MAX) {
+        (void)snprintf(req->request_id, sizeof(req->request_id), "%s", id);
+    }
+}
+
+static bool is_generation(rtr_kind_t kind)
+{
+    return kind == RTR_KIND_CHAT || kind == RTR_KIND_COMPLETION;
+}
+
+static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
+{
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(conn->mhd, MHD_CONNECTION_INFO_CONNECTION_FD);
+    rtr_metrics_t *metrics = is_generation(route->kind) ? conn->http->config.metrics : NULL;
+    rtr_request_t *req = NULL;
+    rtr_error_t error;
+
+    if (info == NULL || rtr_request_create(route->kind, metrics, &req) != TD_OK) {
+        return MHD_NO;
+    }
+    conn->req = req;
+    take_request_id(conn, req);
+    req->body = conn->body;
+    conn->body = (td_str_t){0};
+    req->wake = wake_connection;
+    req->wake_ctx = conn->mhd;
+    if (atomic_load_explicit(&conn->http->draining, memory_order_relaxed)) {
+        rtr_error_set(&error, 503, "shutting_down", NULL, "The server is shutting down.");
+        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, true);
+        return answer_or_suspend(conn);
+    }
+    if (rtr_gone_watch(conn->http->config.gone, info->connect_fd, req, &conn->watch_slot) !=
+        TD_OK) {
+        rtr_error_set(&error, 503, "too_many_connections", NULL, "Too many connections.");
+        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, true);
+        return answer_or_suspend(conn);
+    }
+    conn->watched = true;
+    if (rtr_workers_submit(conn->http->config.workers, rtr_request_ref(req)) != TD_OK) {
+        rtr_error_set(&error, 429, "too_many_requests", NULL,
+                      "The server has too many requests under way. Try again later.");
+        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, true);
+        rtr_request_unref(req);
+    }
+    return answer_or_suspend(conn);
+}
+
+/* --- the way in ------------------------------------------------------------------------------- */
+
+static void count_refused(const conn_t *conn, const route_t *route)
+{
+    if (route->answer == NULL && is_generation(route->kind)) {
+        td_metric_add(conn->http->config.metrics->requests[RTR_OUTCOME_BAD_REQUEST], 1);
+    }
+}
+
+static bool route_matches(const route_t *route, const char *url)
+{
+    return route->is_prefix ? strncmp(url, route->path, strlen(route->path)) == 0
+                            : strcmp(url, route->path) == 0;
+}
+
+static enum MHD_Result dispatch(conn_t *conn)
+{
+    const rtr_http_config_t *config = &conn->http->config;
+    const char *method = strcmp(conn->method, "HEAD") == 0 ? "GET" : conn->method;
+    const route_t *route = NULL;
+    rtr_error_t error;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(routes) && route == NULL; i++) {
+        route = route_matches(&routes[i], conn->url) ? &routes[i] : NULL;
+    }
+    if (route == NULL) {
+        rtr_error_set(&error, 404, "not_found", NULL, "There is no %.128s here.", conn->url);
+        return answer_error(conn, &error, false, "");
+    }
+    if (strcmp(method, route->method) != 0) {
+        rtr_error_set(&error, 405, "method_not_allowed", NULL, "%.128s takes %s, got %.16s.",
+                      conn->url, route->method, conn->method);
+        return answer_error(conn, &error, false,
+                            strcmp(route->method, "GET") == 0 ? "GET, HEAD" : route->method);
+    }
+    if (route->needs_key && config->auth != NULL &&
+        !rtr_auth_check(config->auth,
+                        MHD_lookup_connection_value(conn->mhd, MHD_HEADER_KIND, "Authorization"))) {
+        count_refused(conn, route);
+        rtr_error_set(&error, 401, "invalid_api_key", NULL,
+                      "A valid key is needed: Authorization: Bearer KEY.");
+        return answer_error(conn, &error, false, "");
+    }
+    if (conn->discarded > 0) {
+        count_refused(conn, route);
+        rtr_error_set(&error, 413, "body_too_large", NULL, "The body is over %llu bytes.",
+                      (unsigned long long)config->body_bytes_max);
+        return answer_error(conn, &error, false, "");
+    }
+    return route->answer != NULL ? route->answer(conn) : begin_request(conn, route);
+}
+
+static enum MHD_Result take_body(conn_t *conn, const char *bytes, size_t len)
+{
+    if (conn->discarded > 0 || conn->body.len + len > conn->http->config.body_bytes_max) {
+        td_str_fini(&conn->body);
+        conn->discarded += len;
+        return conn->discarded <= DISCARD_BYTES_MAX ? MHD_YES : MHD_NO;
+    }
+    return td_str_append(&conn->body, bytes, len) == TD_OK ? MHD_YES : MHD_NO;
+}
+
+static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, const char *url,
+                              const char *method, const char *version, const char *upload,
+                              size_t *upload_len, void **state)
+{
+    conn_t *conn = *state;
+    (void)version;
+
+    if (conn == NULL) {
+        conn = td_calloc(1, sizeof(*conn));
+        if (conn == NULL) {
+            return MHD_NO;
+        }
+        *conn = (conn_t){.http = cls, .mhd = connection, .url = url, .method = method};
+        *state = conn;
+        return MHD_YES; /* an answer in the first call would close the connection */
+    }
+    if (*upload_len > 0) {
+        size_t len = *upload_len;
+        *upload_len = 0;
+        return take_body(conn, upload, len);
+    }
+    return conn->req == NULL ? dispatch(conn) : answer_or_suspend(conn);
+}
+
+static void on_completed(void *cls, struct MHD_Connection *connection, void **state,
+                         enum MHD_RequestTerminationCode code)
+{
+    conn_t *conn = *state;
+    rtr_http_t *http = cls;
+    (void)connection;
+    (void)code;
+
+    if (conn == NULL) {
+        return;
+    }
+    *state = NULL;
+    if (conn->watched) {
+        rtr_gone_unwatch(http->config.gone, conn->watch_slot);
+    }
+    if (conn->req != NULL) {
+        (void)pthread_mutex_lock(&conn->req->mu);
+        conn->req->suspended = false; /* the connection must not be touched any more */
+        (void)pthread_mutex_unlock(&conn->req->mu);
+        if (!rtr_request_ended(conn->req)) {
+            rtr_request_mark_gone(conn->req);
+            rtr_loop_wake_gone(http->config.loop);
+        }
+        rtr_request_unref(conn->req);
+    }
+    td_str_fini(&conn->body);
+    td_free(conn);
+}
+
+td_status_t rtr_http_create(const rtr_http_config_t *config, rtr_http_t **out)
+{
+    rtr_http_t *http = NULL;
+    const union MHD_DaemonInfo *info = NULL;
+    struct sockaddr_in addr;
+    char host[INET_ADDRSTRLEN] = "";
+
+    if (td_listen_parse(config->listen, &addr) != TD_OK) {
+        TD_LOG_ERROR("http address refused", "got=\"%s\" expected=\"IPv4 address:port\"",
+                     config->listen);
+        return TD_ERR_INVALID;
+    }
+    http = td_calloc(1, sizeof(*http));
+    if (http == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    http->config = *config;
+    atomic_init(&http->draining, false);
+    atomic_init(&http->stopping, false);
+    http->daemon = MHD_start_daemon(
+        MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, NULL, NULL, handle, http,
+        MHD_OPTION_SOCK_ADDR, &addr, MHD_OPTION_CONNECTION_LIMIT, config->connections_max,
+        MHD_OPTION_CONNECTION_TIMEOUT, IDLE_TIMEOUT_S, MHD_OPTION_CONNECTION_MEMORY_LIMIT,
+        (size_t)CONNECTION_BYTES, MHD_OPTION_NOTIFY_COMPLETED, on_completed, http,
+        MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u, MHD_OPTION_END);
+    if (http->daemon == NULL) {
+        TD_LOG_ERROR("http port cannot be opened", "listen=%s err=\"%m\"", config->listen);
+        td_free(http);
+        return TD_ERR_IO;
+    }
+    info = MHD_get_daemon_info(http->daemon, MHD_DAEMON_INFO_BIND_PORT);
+    (void)inet_ntop(AF_INET, &addr.sin_addr, host, sizeof(host));
+    (void)snprintf(http->address, sizeof(http->address), "%s:%u", host,
+                   info != NULL ? info->port : 0u);
+    *out = http;
+    return TD_OK;
+}
+
+void rtr_http_drain(rtr_http_t *http)
+{
+    atomic_store_explicit(&http->draining, true, memory_order_relaxed);
+}
+
+void rtr_http_stop(rtr_http_t *http)
+{
+    if (http == NULL || http->daemon == NULL) {
+        return;
+    }
+    rtr_http_drain(http);
+    atomic_store(&http->stopping, true);
+    (void)rtr_gone_wake_all(http->config.gone);
+    MHD_stop_daemon(http->daemon);
+    http->daemon = NULL;
+}
+
+void rtr_http_destroy(rtr_http_t *http)
+{
+    if (http == NULL) {
+        return;
+    }
+    rtr_http_stop(http);
+    td_free(http);
+}
+
+const char *rtr_http_address(const rtr_http_t *http)
+{
+    return http->address;
+}

@@ -1,0 +1,179 @@
+#include "router/rtr_loop.h"
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+#include "common/base/td_ring.h"
+
+#define MESSAGES_PER_STEP 512u
+#define REQUESTS_PER_STEP 256u
+#define BUSY_TICK_MS 20u
+#define DRAIN_STEP_MS 20u
+
+struct rtr_loop {
+    rtr_loop_config_t config;
+    td_ring_t *inbox;
+    rtr_hints_t *hints;
+    rtr_registry_t *registry;
+    rtr_tickets_t *tickets;
+    atomic_bool gone_marked; /* release: a request's mark precedes it; acquire: the loop looks */
+};
+
+static void on_node_down(void *ctx, uint32_t slot)
+{
+    rtr_loop_t *loop = ctx;
+    rtr_tickets_node_down(loop->tickets, slot);
+}
+
+td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
+{
+    rtr_loop_t *loop = td_calloc(1, sizeof(*loop));
+    rtr_registry_config_t registry = {.bus = config->bus,
+                                      .metrics = config->metrics,
+                                      .secret = config->secret,
+                                      .fingerprint = config->fingerprint,
+                                      .block_tokens = config->block_tokens,
+                                      .block_bytes = config->block_bytes,
+                                      .ctx = loop,
+                                      .node_down = on_node_down};
+    rtr_tickets_config_t tickets = {.bus = config->bus,
+                                    .metrics = config->metrics,
+                                    .model = config->model,
+                                    .secret = config->secret,
+                                    .fingerprint = config->fingerprint,
+                                    .block_tokens = config->block_tokens,
+                                    .queue_max = config->queue_max,
+                                    .queue_ms = config->queue_ms,
+                                    .request_timeout_ms = config->request_timeout_ms};
+    td_status_t status = TD_ERR_NO_MEMORY;
+
+    if (loop == NULL) {
+        return status;
+    }
+    loop->config = *config;
+    atomic_init(&loop->gone_marked, false);
+    status = td_ring_create(RTR_INBOX_MAX, &loop->inbox);
+    if (status == TD_OK) {
+        status = rtr_hints_create(RTR_HINTS_MAX_DEFAULT, &loop->hints);
+    }
+    if (status == TD_OK) {
+        status = rtr_registry_create(&registry, &loop->registry);
+    }
+    if (status == TD_OK) {
+        tickets.registry = loop->registry;
+        tickets.hints = loop->hints;
+        status = rtr_tickets_create(&tickets, &loop->tickets);
+    }
+    if (status != TD_OK) {
+        rtr_loop_destroy(loop);
+        return status;
+    }
+    *out = loop;
+    return TD_OK;
+}
+
+static void drain_inbox(rtr_loop_t *loop, uint32_t limit)
+{
+    void *item = NULL;
+
+    td_ring_drain_fd(loop->inbox);
+    for (uint32_t i = 0; i < limit; i++) {
+        if (!td_ring_pop(loop->inbox, &item)) {
+            return;
+        }
+        rtr_tickets_submit(loop->tickets, item);
+    }
+    td_ring_wake(loop->inbox); /* there may be more */
+}
+
+void rtr_loop_destroy(rtr_loop_t *loop)
+{
+    if (loop == NULL) {
+        return;
+    }
+    if (loop->tickets != NULL) {
+        drain_inbox(loop, RTR_INBOX_MAX);
+    }
+    rtr_tickets_destroy(loop->tickets);
+    rtr_registry_destroy(loop->registry);
+    rtr_hints_destroy(loop->hints);
+    if (loop->inbox != NULL) {
+        td_ring_destroy(loop->inbox);
+    }
+    td_free(loop);
+}
+
+td_status_t rtr_loop_submit(rtr_loop_t *loop, rtr_request_t *req)
+{
+    return td_ring_push(loop->inbox, req);
+}
+
+void rtr_loop_wake_gone(rtr_loop_t *loop)
+{
+    atomic_store_explicit(&loop->gone_marked, true, memory_order_release);
+    td_ring_wake(loop->inbox);
+}
+
+static void drain_messages(rtr_loop_t *loop)
+{
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+
+    for (uint32_t i = 0; i < MESSAGES_PER_STEP; i++) {
+        if (td_bus_recv(loop->config.bus, &msg, &arena) != TD_OK) {
+            return;
+        }
+        if (!rtr_registry_handle(loop->registry, &msg) &&
+            !rtr_tickets_handle(loop->tickets, &msg)) {
+            TD_LOG_DEBUG("message not for a router", "type=%d from=%s", (int)msg.type,
+                         msg.sender_id);
+        }
+        td_msg_arena_free(arena);
+    }
+}
+
+bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
+{
+    int fds[3] = {td_ring_fd(loop->inbox), rtr_gone_fd(loop->config.gone), signal_fd};
+    bool readable[3] = {false, false, false};
+    bool gone = false;
+
+    if (rtr_tickets_running(loop->tickets) > 0) {
+        timeout_ms = TD_MIN(timeout_ms, BUSY_TICK_MS);
+    }
+    td_bus_wait(loop->config.bus, fds, signal_fd >= 0 ? 3 : 2, timeout_ms, readable);
+    drain_messages(loop);
+    if (readable[0]) {
+        drain_inbox(loop, REQUESTS_PER_STEP);
+    }
+    gone = atomic_exchange_explicit(&loop->gone_marked, false, memory_order_acquire);
+    if ((readable[1] && rtr_gone_collect(loop->config.gone) > 0) || gone) {
+        rtr_tickets_drop_gone(loop->tickets);
+    }
+    rtr_registry_tick(loop->registry);
+    rtr_tickets_tick(loop->tickets);
+    return readable[2];
+}
+
+void rtr_loop_drain(rtr_loop_t *loop, uint32_t drain_ms)
+{
+    uint64_t deadline_ns = td_now_ns() + drain_ms * TD_NS_PER_MS;
+
+    TD_LOG_INFO("draining", "requests=%u", rtr_tickets_running(loop->tickets));
+    while (rtr_tickets_running(loop->tickets) > 0 && td_remaining_ns(deadline_ns) > 0) {
+        (void)rtr_loop_step(loop, -1, DRAIN_STEP_MS);
+    }
+    drain_inbox(loop, RTR_INBOX_MAX);
+    rtr_tickets_end_all(loop->tickets);
+    (void)rtr_loop_step(loop, -1, 0); /* the cancels leave */
+}
+
+rtr_registry_t *rtr_loop_registry(rtr_loop_t *loop)
+{
+    return loop->registry;
+}
+
+rtr_tickets_t *rtr_loop_tickets(rtr_loop_t *loop)
+{
+    return loop->tickets;
+}

@@ -1,0 +1,43 @@
+/* rtr_loop.h - the router's loop: bus messages, new requests, clients gone, time. One step: wait,
+ * take what has come, tick. No step blocks and each has a work limit. Threads: loop, but for
+ * submit, wake and the live counts: any. */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "router/rtr_gone.h"
+#include "router/rtr_registry.h"
+#include "router/rtr_tickets.h"
+
+#define RTR_INBOX_MAX 4096u
+
+typedef struct rtr_loop_config {
+    td_bus_t *bus;
+    rtr_metrics_t *metrics;
+    const rtr_model_t *model;
+    rtr_gone_t *gone;
+    const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
+    const uint8_t *fingerprint; /* [32] */
+    uint32_t block_tokens;
+    uint32_t block_bytes;
+    uint32_t queue_max;
+    uint32_t queue_ms;
+    uint32_t request_timeout_ms;
+} rtr_loop_config_t;
+
+typedef struct rtr_loop rtr_loop_t;
+
+TD_MUST_CHECK td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out);
+void rtr_loop_destroy(rtr_loop_t *loop);
+/** Hands a parsed request over, with one reference. Errors: TD_ERR_BUSY (nothing taken over). */
+TD_MUST_CHECK td_status_t rtr_loop_submit(rtr_loop_t *loop, rtr_request_t *req);
+/** A request was marked gone by somebody else than the loop. */
+void rtr_loop_wake_gone(rtr_loop_t *loop);
+/** One step. signal_fd: -1 or a descriptor to look at, too; true when it is readable.
+ * Units: timeout_ms, longest wait. */
+bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms);
+/** No further requests come; ends those under way after drain_ms. Returns when none is left. */
+void rtr_loop_drain(rtr_loop_t *loop, uint32_t drain_ms);
+rtr_registry_t *rtr_loop_registry(rtr_loop_t *loop);
+rtr_tickets_t *rtr_loop_tickets(rtr_loop_t *loop);

@@ -1,0 +1,40 @@
+/* rtr_metrics.h - every series of the router, in one table.
+ * Threads: create: init; the series themselves: any. */
+#pragma once
+
+#include "common/base/td_metrics.h"
+
+typedef enum rtr_outcome { /* how a request ended: exactly one for each (I5) */
+                           RTR_OUTCOME_OK = 0,
+                           RTR_OUTCOME_CLIENT_GONE,
+                           RTR_OUTCOME_REJECTED,
+                           RTR_OUTCOME_BAD_REQUEST,
+                           RTR_OUTCOME_UPSTREAM_ERROR,
+                           RTR_OUTCOME_TIMEOUT,
+                           RTR_OUTCOME_SHUTDOWN,
+                           RTR_OUTCOME_COUNT
+} rtr_outcome_t;
+
+typedef struct rtr_metrics {
+    td_metric_t *requests[RTR_OUTCOME_COUNT];
+    td_metric_t *ttft;
+    td_metric_t *tbt;
+    td_metric_t *request_time;
+    td_metric_t *running;
+    td_metric_t *queued;
+    td_metric_t *nodes_prefill;
+    td_metric_t *nodes_decode;
+    td_metric_t *nodes_kvstore;
+    td_metric_t *node_deaths;
+    td_metric_t *registrations_refused;
+    td_metric_t *retries;
+    td_metric_t *prompt_tokens;
+    td_metric_t *cached_tokens;
+    td_metric_t *completion_tokens;
+    td_metric_t *hint_blocks;
+    td_metric_t *bus_refused;
+} rtr_metrics_t;
+
+void rtr_metrics_declare(td_metrics_t *registry, rtr_metrics_t *out);
+/** "ok", "client_gone", ... */
+const char *rtr_outcome_name(rtr_outcome_t outcome);

@@ -1,0 +1,530 @@
+#include "router/rtr_registry.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+#include "common/kv/td_block_key.h"
+#include "common/wire/td_member.h"
+
+#define REPLACE_AFTER_MS 750u /* silent so long, a life may be replaced by one from elsewhere */
+#define REFUSALS_MAX 16u
+#define ID_CHARS "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_."
+#define REFUSAL_KEEP_MS 2000u /* the answer needs its connection until it has left */
+#define STALL_MS 500u         /* of this very loop: the others' silence is then no proof */
+
+typedef struct refusal {
+    char name[TD_MSG_ID_CHARS_MAX + 1]; /* of the bus connection; "" = free */
+    uint64_t until_ns;
+} refusal_t;
+
+struct rtr_registry {
+    rtr_registry_config_t config;
+    rtr_node_t nodes[RTR_SLOTS_MAX];
+    uint32_t slots;
+    uint64_t peers_version;
+    uint64_t next_lease_ns;
+    uint64_t last_tick_ns;
+    char numerics[64]; /* of the live prefill and decode nodes */
+    refusal_t refusals[REFUSALS_MAX];
+    atomic_uint live[TD_ROLE_KVSTORE + 1]; /* relaxed: counts for other threads to look at */
+    td_msg_peer_t peers[TD_MSG_PEERS_MAX]; /* scratch */
+    pthread_mutex_t page_mu;               /* guards page; a leaf */
+    td_str_t page;
+    td_str_t page_scratch;
+};
+
+td_status_t rtr_registry_create(const rtr_registry_config_t *config, rtr_registry_t **out)
+{
+    rtr_registry_t *reg = td_calloc(1, sizeof(*reg));
+    if (reg == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    reg->config = *config;
+    (void)pthread_mutex_init(&reg->page_mu, NULL);
+    *out = reg;
+    return TD_OK;
+}
+
+void rtr_registry_destroy(rtr_registry_t *reg)
+{
+    if (reg == NULL) {
+        return;
+    }
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        td_str_fini(&reg->nodes[i].ucx_address);
+        td_str_fini(&reg->nodes[i].ucx_rkey);
+    }
+    td_str_fini(&reg->page);
+    td_str_fini(&reg->page_scratch);
+    (void)pthread_mutex_destroy(&reg->page_mu);
+    td_free(reg);
+}
+
+rtr_node_t *rtr_registry_node(rtr_registry_t *reg, uint32_t slot)
+{
+    TD_ASSERT(slot < reg->slots);
+    return &reg->nodes[slot];
+}
+
+uint32_t rtr_registry_slots(const rtr_registry_t *reg)
+{
+    return reg->slots;
+}
+
+static uint32_t slot_of(const rtr_registry_t *reg, const char *id)
+{
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        if (reg->nodes[i].known && strcmp(reg->nodes[i].id, id) == 0) {
+            return i;
+        }
+    }
+    return RTR_PLACE_NONE;
+}
+
+uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation)
+{
+    uint32_t slot = slot_of(reg, id);
+    if (slot == RTR_PLACE_NONE || !reg->nodes[slot].live ||
+        reg->nodes[slot].incarnation != incarnation) {
+        return RTR_PLACE_NONE;
+    }
+    return slot;
+}
+
+const char *rtr_registry_numerics(const rtr_registry_t *reg)
+{
+    return reg->numerics;
+}
+
+uint32_t rtr_registry_live(const rtr_registry_t *reg, td_role_t role)
+{
+    return atomic_load_explicit(&reg->live[role], memory_order_relaxed);
+}
+
+/* --- the list of peers ------------------------------------------------------------------------ */
+
+static void count_live(rtr_registry_t *reg)
+{
+    uint32_t live[TD_ROLE_KVSTORE + 1] = {0};
+
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        if (reg->nodes[i].live) {
+            live[reg->nodes[i].role]++;
+        }
+    }
+    for (uint32_t r = 0; r <= TD_ROLE_KVSTORE; r++) {
+        atomic_store_explicit(&reg->live[r], live[r], memory_order_relaxed);
+    }
+    td_metric_set(reg->config.metrics->nodes_prefill, live[TD_ROLE_PREFILL]);
+    td_metric_set(reg->config.metrics->nodes_decode, live[TD_ROLE_DECODE]);
+    td_metric_set(reg->config.metrics->nodes_kvstore, live[TD_ROLE_KVSTORE]);
+    if (live[TD_ROLE_PREFILL] + live[TD_ROLE_DECODE] == 0) {
+        reg->numerics[0] = '\0'; /* the next to come decides */
+    }
+    reg->peers_version++;
+}
+
+/* A store is shown once others can use it: members look at a peer's region only when it is new. */
+static bool is_listed(const rtr_node_t *node)
+{
+    return node->live &&
+           (node->role != TD_ROLE_KVSTORE || node->store_master || node->block_count > 0);
+}
+
+static uint32_t list_peers(rtr_registry_t *reg)
+{
+    uint32_t count = 0;
+    uint32_t master = RTR_PLACE_NONE;
+
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        const rtr_node_t *node = &reg->nodes[i];
+        if (!is_listed(node)) {
+            continue;
+        }
+        if (node->store_master && master == RTR_PLACE_NONE) {
+            master = i;
+        }
+        reg->peers[count++] = (td_msg_peer_t){
+            .id = node->id,
+            .role = node->role,
+            .incarnation = node->incarnation,
+            .endpoint = node->endpoint,
+            .region = {.ucx_address = {(const uint8_t *)node->ucx_address.bytes,
+                                       node->ucx_address.len},
+                       .ucx_rkey = {(const uint8_t *)node->ucx_rkey.bytes, node->ucx_rkey.len},
+                       .base = node->base,
+                       .block_count = node->block_count,
+                       .block_bytes = node->block_bytes},
+            .store_master = node->store_master && master == i,
+        };
+    }
+    return count;
+}
+
+static void send_peers(rtr_registry_t *reg)
+{
+    uint32_t count = 0;
+    bool listed = false;
+
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        rtr_node_t *node = &reg->nodes[i];
+        td_msg_t msg = {.type = TD_MSG_PEERS};
+        if (!node->live || node->peers_version == reg->peers_version) {
+            continue;
+        }
+        if (!listed) {
+            count = list_peers(reg);
+            listed = true;
+        }
+        msg.u.peers =
+            (td_msg_peers_t){.version = reg->peers_version, .count = count, .peers = reg->peers};
+        if (td_bus_send(reg->config.bus, node->id, &msg) == TD_OK) {
+            node->peers_version = reg->peers_version; /* else again at the next tick */
+        }
+    }
+}
+
+/* --- lives ------------------------------------------------------------------------------------ */
+
+static void end_life(rtr_registry_t *reg, uint32_t slot, const char *why)
+{
+    rtr_node_t *node = &reg->nodes[slot];
+
+    TD_LOG_WARN("node down", "node=%s role=%s why=\"%s\"", node->id, td_role_name(node->role), why);
+    node->live = false;
+    td_metric_add(reg->config.metrics->node_deaths, 1);
+    count_live(reg);
+    reg->config.node_down(reg->config.ctx, slot);
+}
+
+static td_status_t refuse(const td_msg_register_t *r, char *why, size_t why_len, const char *text)
+{
+    (void)snprintf(why, why_len, "%s", text);
+    TD_LOG_WARN("registration refused", "node=%s why=\"%s\"", r->self.id, why);
+    return TD_ERR_INVALID;
+}
+
+/* Would this node's blocks and numbers be ours? The texts tell the operator what differs. */
+static td_status_t check_model(const rtr_registry_t *reg, const td_msg_register_t *r, char *why,
+                               size_t why_len)
+{
+    td_block_root_fields_t fields = {.fingerprint = reg->config.fingerprint,
+                                     .numerics_class = r->numerics_class,
+                                     .layout_version = TD_KV_LAYOUT_VERSION,
+                                     .codec = TD_KV_CODEC_F16,
+                                     .block_tokens = reg->config.block_tokens,
+                                     .adapter = "",
+                                     .salt = ""};
+    td_block_root_t root;
+    td_block_key_t probe;
+    char text[256];
+
+    if (r->fingerprint.len != 32 || memcmp(r->fingerprint.at, reg->config.fingerprint, 32) != 0) {
+        return refuse(r, why, why_len, "wrong model: its file differs from the router's");
+    }
+    if (reg->numerics[0] != '\0' && strcmp(reg->numerics, r->numerics_class) != 0) {
+        (void)snprintf(text, sizeof(text),
+                       "wrong precision or backend: numerics class is \"%s\", the cluster's is "
+                       "\"%s\"",
+                       r->numerics_class, reg->numerics);
+        return refuse(r, why, why_len, text);
+    }
+    td_block_root_make(reg->config.secret, &fields, &root);
+    td_block_probe_key(&root, reg->config.block_tokens, &probe);
+    if (r->probe_key.len != TD_BLOCK_KEY_BYTES ||
+        memcmp(r->probe_key.at, probe.bytes, TD_BLOCK_KEY_BYTES) != 0) {
+        (void)snprintf(text, sizeof(text),
+                       "wrong cluster secret or block size: block keys differ (the cluster has %u "
+                       "tokens a block)",
+                       reg->config.block_tokens);
+        return refuse(r, why, why_len, text);
+    }
+    return TD_OK;
+}
+
+static td_status_t check_register(rtr_registry_t *reg, const td_msg_t *msg, char *why,
+                                  size_t why_len)
+{
+    const td_msg_register_t *r = &msg->u.reg;
+    uint32_t slot = slot_of(reg, r->self.id);
+    const rtr_node_t *node = slot == RTR_PLACE_NONE ? NULL : &reg->nodes[slot];
+
+    if (strcmp(r->self.id, msg->sender_id) != 0 || r->self.incarnation == 0 ||
+        r->self.incarnation != msg->sender_incarnation || r->self.role == TD_ROLE_ROUTER ||
+        strcmp(r->self.id, TD_ROUTER_ID) == 0) {
+        return refuse(r, why, why_len, "the registration names another process or role");
+    }
+    if (r->self.id[strspn(r->self.id, ID_CHARS)] != '\0' ||
+        strpbrk(r->self.endpoint, "<>&\"'") != NULL) { /* they go into headers and a page */
+        return refuse(r, why, why_len, "the id or endpoint has characters that are not allowed");
+    }
+    if (node != NULL && !node->live && node->incarnation == r->self.incarnation) {
+        return refuse(r, why, why_len, TD_DEAD_TEXT);
+    }
+    if (node != NULL && node->live && node->incarnation != r->self.incarnation &&
+        strcmp(node->endpoint, r->self.endpoint) != 0 &&
+        td_now_ns() - node->seen_ns < REPLACE_AFTER_MS * TD_NS_PER_MS) {
+        return refuse(r, why, why_len, "the id is in use by another live process");
+    }
+    return r->self.role == TD_ROLE_KVSTORE ? TD_OK : check_model(reg, r, why, why_len);
+}
+
+/* Answers over a connection of its own, since the id may be that of a live node. */
+static void send_refusal(rtr_registry_t *reg, const td_msg_t *to, const char *why)
+{
+    td_msg_t msg = {.type = TD_MSG_REGISTERED, .u.registered = {.accepted = false, .error = why}};
+    refusal_t *at = NULL;
+    char name[sizeof(at->name)];
+
+    (void)snprintf(name, sizeof(name), "!%.60s", to->u.reg.self.id);
+    for (uint32_t i = 0; i < REFUSALS_MAX; i++) {
+        refusal_t *r = &reg->refusals[i];
+        if (strcmp(r->name, name) == 0 || (at == NULL && r->name[0] == '\0')) {
+            at = r;
+        }
+    }
+    td_metric_add(reg->config.metrics->registrations_refused, 1);
+    if (at == NULL) {
+        return; /* it asks again */
+    }
+    (void)snprintf(at->name, sizeof(at->name), "%s", name);
+    at->until_ns = td_now_ns() + REFUSAL_KEEP_MS * TD_NS_PER_MS;
+    if (td_bus_connect(reg->config.bus, name, to->u.reg.self.endpoint,
+                       to->u.reg.self.incarnation) != TD_OK ||
+        td_bus_send(reg->config.bus, name, &msg) != TD_OK) {
+        TD_LOG_DEBUG("refusal not sent", "node=%s", to->u.reg.self.id);
+    }
+}
+
+static uint32_t take_slot(rtr_registry_t *reg, const char *id)
+{
+    uint32_t slot = slot_of(reg, id);
+    uint32_t oldest = RTR_PLACE_NONE;
+
+    if (slot != RTR_PLACE_NONE) {
+        return slot;
+    }
+    if (reg->slots < RTR_SLOTS_MAX) {
+        return reg->slots++;
+    }
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        if (!reg->nodes[i].live &&
+            (oldest == RTR_PLACE_NONE || reg->nodes[i].seen_ns < reg->nodes[oldest].seen_ns)) {
+            oldest = i;
+        }
+    }
+    if (oldest != RTR_PLACE_NONE) {
+        td_bus_disconnect(reg->config.bus, reg->nodes[oldest].id);
+    }
+    return oldest;
+}
+
+static td_status_t keep_register(rtr_node_t *node, const td_msg_register_t *r)
+{
+    td_str_t address = {0};
+    td_str_t rkey = {0};
+
+    if (td_str_append(&address, r->self.region.ucx_address.at, r->self.region.ucx_address.len) !=
+            TD_OK ||
+        td_str_append(&rkey, r->self.region.ucx_rkey.at, r->self.region.ucx_rkey.len) != TD_OK) {
+        td_str_fini(&address);
+        td_str_fini(&rkey);
+        return TD_ERR_NO_MEMORY;
+    }
+    td_str_fini(&node->ucx_address);
+    td_str_fini(&node->ucx_rkey);
+    node->ucx_address = address;
+    node->ucx_rkey = rkey;
+    node->known = true;
+    node->live = true;
+    (void)snprintf(node->id, sizeof(node->id), "%s", r->self.id);
+    (void)snprintf(node->endpoint, sizeof(node->endpoint), "%s", r->self.endpoint);
+    (void)snprintf(node->http, sizeof(node->http), "%s", r->http != NULL ? r->http : "");
+    node->role = r->self.role;
+    node->incarnation = r->self.incarnation;
+    node->base = r->self.region.base;
+    node->block_count = r->self.region.block_count;
+    node->block_bytes = r->self.region.block_bytes;
+    node->store_master = r->self.store_master;
+    node->context_max = r->context_max;
+    node->seen_ns = td_now_ns();
+    node->peers_version = 0;
+    return TD_OK;
+}
+
+/* Ends an older life of that id and gives a clean slot for the new one. */
+static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t *r)
+{
+    uint32_t slot = slot_of(reg, r->self.id);
+    rtr_node_t *node = NULL;
+    bool is_new = slot == RTR_PLACE_NONE || reg->nodes[slot].incarnation != r->self.incarnation;
+
+    if (slot != RTR_PLACE_NONE && is_new && reg->nodes[slot].live) {
+        end_life(reg, slot, "a new life of it has registered");
+    }
+    slot = take_slot(reg, r->self.id);
+    if (slot == RTR_PLACE_NONE) {
+        TD_LOG_ERROR("node not registered", "node=%s limit=%u", r->self.id, RTR_SLOTS_MAX);
+        return TD_ERR_BUSY;
+    }
+    node = &reg->nodes[slot];
+    if (is_new) {
+        td_str_fini(&node->ucx_address);
+        td_str_fini(&node->ucx_rkey);
+        *node = (rtr_node_t){0};
+    }
+    TD_TRY(td_bus_connect(reg->config.bus, r->self.id, r->self.endpoint, r->self.incarnation));
+    TD_TRY(keep_register(node, r));
+    if (r->self.role != TD_ROLE_KVSTORE) {
+        (void)snprintf(reg->numerics, sizeof(reg->numerics), "%s", r->numerics_class);
+    }
+    if (is_new) {
+        TD_LOG_INFO("node up", "node=%s role=%s endpoint=%s", node->id, td_role_name(node->role),
+                    node->endpoint);
+    }
+    return TD_OK;
+}
+
+static void handle_register(rtr_registry_t *reg, const td_msg_t *msg)
+{
+    td_msg_t answer = {.type = TD_MSG_REGISTERED,
+                       .u.registered = {.accepted = true,
+                                        .error = "",
+                                        .heartbeat_ms = TD_HEARTBEAT_MS,
+                                        .block_bytes = reg->config.block_bytes,
+                                        .block_tokens = reg->config.block_tokens}};
+    char why[256] = "the router is out of room for it";
+
+    if (check_register(reg, msg, why, sizeof(why)) != TD_OK ||
+        accept_register(reg, &msg->u.reg) != TD_OK) {
+        send_refusal(reg, msg, why);
+        return;
+    }
+    if (td_bus_send(reg->config.bus, msg->u.reg.self.id, &answer) != TD_OK) {
+        TD_LOG_WARN("registration not answered", "node=%s", msg->u.reg.self.id);
+    }
+    count_live(reg);
+    send_peers(reg);
+}
+
+static void handle_heartbeat(rtr_registry_t *reg, const td_msg_t *msg)
+{
+    td_msg_t answer = {.type = TD_MSG_REGISTERED,
+                       .u.registered = {.accepted = false, .error = TD_DEAD_TEXT}};
+    uint32_t slot = slot_of(reg, msg->sender_id);
+
+    if (slot == RTR_PLACE_NONE || reg->nodes[slot].incarnation != msg->sender_incarnation) {
+        return; /* an older life, or unknown: it finds out by our silence */
+    }
+    if (!reg->nodes[slot].live) {
+        (void)!td_bus_send(reg->config.bus, msg->sender_id, &answer);
+        return;
+    }
+    reg->nodes[slot].beat = msg->u.heartbeat;
+    reg->nodes[slot].seen_ns = td_now_ns();
+}
+
+bool rtr_registry_handle(rtr_registry_t *reg, const td_msg_t *msg)
+{
+    switch (msg->type) {
+    case TD_MSG_REGISTER:
+        handle_register(reg, msg);
+        return true;
+    case TD_MSG_HEARTBEAT:
+        handle_heartbeat(reg, msg);
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* --- time ------------------------------------------------------------------------------------- */
+
+static void send_leases(rtr_registry_t *reg)
+{
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        td_msg_t msg = {.type = TD_MSG_LEASE, .u.lease = {.lease_ms = TD_TICKET_LEASE_MS}};
+        if (reg->nodes[i].live && td_bus_send(reg->config.bus, reg->nodes[i].id, &msg) != TD_OK) {
+            TD_LOG_DEBUG("lease not sent", "node=%s", reg->nodes[i].id);
+        }
+    }
+}
+
+static td_status_t page_rows(rtr_registry_t *reg, uint64_t now, td_str_t *out)
+{
+    td_str_clear(out);
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        const rtr_node_t *n = &reg->nodes[i];
+        TD_TRY(td_str_printf(
+            out,
+            "<tr><td>%s</td><td>%s</td><td>%s</td><td>%016" PRIx64 "</td><td>%s</td>"
+            "<td>%" PRIu64 "</td><td>%u / %u</td><td>%u</td><td>%u</td><td>%" PRIu64 "</td></tr>\n",
+            n->id, td_role_name(n->role), n->live ? "live" : "dead", n->incarnation, n->endpoint,
+            (uint64_t)((now - n->seen_ns) / TD_NS_PER_MS), n->beat.free_blocks,
+            n->beat.total_blocks, n->prefills, n->sequences, n->ahead_tokens));
+    }
+    return TD_OK;
+}
+
+static void publish_page(rtr_registry_t *reg, uint64_t now)
+{
+    td_str_t old = {0};
+
+    if (page_rows(reg, now, &reg->page_scratch) != TD_OK) {
+        return;
+    }
+    (void)pthread_mutex_lock(&reg->page_mu);
+    old = reg->page;
+    reg->page = reg->page_scratch;
+    (void)pthread_mutex_unlock(&reg->page_mu);
+    reg->page_scratch = old;
+}
+
+td_status_t rtr_registry_page(rtr_registry_t *reg, td_str_t *out)
+{
+    td_status_t status = TD_OK;
+    (void)pthread_mutex_lock(&reg->page_mu);
+    if (reg->page.len > 0) {
+        status = td_str_append(out, reg->page.bytes, reg->page.len);
+    }
+    (void)pthread_mutex_unlock(&reg->page_mu);
+    return status;
+}
+
+void rtr_registry_tick(rtr_registry_t *reg)
+{
+    uint64_t now = td_now_ns();
+    uint64_t gap = reg->last_tick_ns == 0 ? 0 : now - reg->last_tick_ns;
+
+    reg->last_tick_ns = now;
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        rtr_node_t *node = &reg->nodes[i];
+        if (!node->live) {
+            continue;
+        }
+        if (gap > STALL_MS * TD_NS_PER_MS) {
+            node->seen_ns = TD_MIN(now, node->seen_ns + gap); /* we slept, not they */
+        }
+        if (now - node->seen_ns > TD_PEER_DEAD_MS * TD_NS_PER_MS) {
+            end_life(reg, i, "no heartbeat");
+        }
+    }
+    for (uint32_t i = 0; i < REFUSALS_MAX; i++) {
+        if (reg->refusals[i].name[0] != '\0' && now > reg->refusals[i].until_ns) {
+            td_bus_disconnect(reg->config.bus, reg->refusals[i].name);
+            reg->refusals[i].name[0] = '\0';
+        }
+    }
+    if (now >= reg->next_lease_ns) {
+        reg->next_lease_ns = now + TD_HEARTBEAT_MS * TD_NS_PER_MS;
+        send_leases(reg);
+        publish_page(reg, now);
+        td_metric_set(reg->config.metrics->bus_refused, td_bus_refused(reg->config.bus));
+    }
+    send_peers(reg);
+}

@@ -1,0 +1,73 @@
+/* rtr_registry.h - the cluster's members (the router is the registry): who is live, what it may do.
+ * A node is live from its accepted Register until it is silent for TD_PEER_DEAD_MS or a new life of
+ * it registers. Dead stays dead: a heartbeat of a dead life is answered with a refusal, upon which
+ * the process takes a new incarnation.
+ * Threads: loop; rtr_registry_page() and the live counts: any. */
+#pragma once
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/wire/td_bus.h"
+#include "router/rtr_hints.h"
+#include "router/rtr_metrics.h"
+#include "router/rtr_placement.h"
+
+typedef struct rtr_node {
+    bool known; /* the slot is taken, by a live or a dead life */
+    bool live;
+    char id[TD_MSG_ID_CHARS_MAX + 1];
+    td_role_t role;
+    uint64_t incarnation;
+    char endpoint[256];
+    char http[256];
+    td_str_t ucx_address;
+    td_str_t ucx_rkey;
+    uint64_t base;
+    uint32_t block_count;
+    uint32_t block_bytes;
+    bool store_master;
+    uint32_t context_max;
+    td_msg_heartbeat_t beat;
+    uint64_t seen_ns;       /* last heartbeat or registration */
+    uint64_t peers_version; /* of the list it was sent last */
+    /* Load, counted by rtr_tickets alone. */
+    uint64_t ahead_tokens;
+    uint32_t prefills;
+    uint32_t sequences;
+    uint64_t promised_blocks;
+    rtr_rate_t rate;
+} rtr_node_t;
+
+typedef struct rtr_registry_config {
+    td_bus_t *bus;
+    rtr_metrics_t *metrics;
+    const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
+    const uint8_t *fingerprint; /* [32] of the router's own model file */
+    uint32_t block_tokens;
+    uint32_t block_bytes;
+    void *ctx;
+    /* A life has ended: its slot is still readable, and no longer live. */
+    void (*node_down)(void *ctx, uint32_t slot);
+} rtr_registry_config_t;
+
+typedef struct rtr_registry rtr_registry_t;
+
+TD_MUST_CHECK td_status_t rtr_registry_create(const rtr_registry_config_t *config,
+                                              rtr_registry_t **out);
+void rtr_registry_destroy(rtr_registry_t *reg);
+/** True when the message was for the registry. */
+bool rtr_registry_handle(rtr_registry_t *reg, const td_msg_t *msg);
+/** Declares the silent dead, renews leases, sends peers lists that are due. */
+void rtr_registry_tick(rtr_registry_t *reg);
+/** Slots [0, rtr_registry_slots()) may be known. Never NULL. */
+rtr_node_t *rtr_registry_node(rtr_registry_t *reg, uint32_t slot);
+uint32_t rtr_registry_slots(const rtr_registry_t *reg);
+/** Its slot when that very life is live, else RTR_PLACE_NONE. */
+uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation);
+/** "" until a prefill or decode node is live. */
+const char *rtr_registry_numerics(const rtr_registry_t *reg);
+uint32_t rtr_registry_live(const rtr_registry_t *reg, td_role_t role); /* any thread */
+/** Appends table rows of the status page. */
+TD_MUST_CHECK td_status_t rtr_registry_page(rtr_registry_t *reg, td_str_t *out);

@@ -1,0 +1,1110 @@
+#include "router/rtr_tickets.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+#include "common/wire/td_member.h"
+
+#define BUCKETS 4096u
+#define DEADLINES_MS 20u
+#define PROBE_MS 50u
+#define STALE_MS 1600u /* three heartbeats missed: the node counts as saturated */
+
+typedef enum ticket_state {
+    STATE_PLACING = 0, /* inside a call only */
+    STATE_QUEUED,      /* waits for room */
+    STATE_RESERVING,   /* the decode node was asked */
+    STATE_RUNNING      /* the prefill node was started */
+} ticket_state_t;
+
+typedef struct leg {
+    uint32_t slot; /* RTR_PLACE_NONE: none */
+    uint64_t incarnation;
+    bool held; /* its load is counted */
+} leg_t;
+
+struct rtr_ticket {
+    uint64_t id;
+    uint32_t attempt;
+    ticket_state_t state;
+    rtr_request_t *req; /* borrowed: the request outlives its tickets */
+    uint32_t prompt_idx;
+    leg_t prefill;
+    leg_t decode;
+    rtr_slot_set_t avoid; /* failed this ticket: only when there is no other */
+    rtr_slot_set_t tried; /* had no room in this round */
+    uint32_t retries;
+    bool given;       /* tokens of it went to the client */
+    bool echo_seen;   /* the prompt's log-probabilities came */
+    bool decode_done; /* END of the decode leg came, the echo did not */
+    bool in_queue;
+    td_msg_usage_t usage;
+    td_block_key_t *keys; /* owned; full blocks of the prompt */
+    uint32_t key_count;
+    uint64_t work_tokens; /* counted on the prefill node */
+    uint64_t ahead_at_start;
+    uint64_t need_blocks; /* counted on the decode node */
+    uint64_t start_ns;
+    uint64_t reserve_deadline_ns;
+    uint64_t queue_deadline_ns;
+    rtr_ticket_t *chain;
+    TAILQ_ENTRY(rtr_ticket) queue_link;
+};
+
+TAILQ_HEAD(request_list, rtr_request);
+TAILQ_HEAD(ticket_list, rtr_ticket);
+
+struct rtr_tickets {
+    rtr_tickets_config_t config;
+    rtr_ticket_t *buckets[BUCKETS]; /* owned */
+    uint32_t count;
+    struct request_list requests;
+    uint32_t running;
+    struct ticket_list queue; /* in order of arrival; those that ask for room stay in it */
+    uint32_t queued;
+    uint32_t turn;
+    bool room; /* a ticket has ended: the queue is looked at without delay */
+    uint64_t next_tick_ns;
+    uint64_t next_probe_ns;
+    td_str_t scratch;
+    uint32_t match[RTR_SLOTS_MAX];
+    rtr_prefill_view_t prefills[RTR_SLOTS_MAX];
+    rtr_decode_view_t decodes[RTR_SLOTS_MAX];
+};
+
+static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t);
+
+td_status_t rtr_tickets_create(const rtr_tickets_config_t *config, rtr_tickets_t **out)
+{
+    rtr_tickets_t *ts = td_calloc(1, sizeof(*ts));
+    if (ts == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    ts->config = *config;
+    TAILQ_INIT(&ts->requests);
+    TAILQ_INIT(&ts->queue);
+    *out = ts;
+    return TD_OK;
+}
+
+void rtr_tickets_destroy(rtr_tickets_t *ts)
+{
+    if (ts == NULL) {
+        return;
+    }
+    rtr_tickets_end_all(ts);
+    td_str_fini(&ts->scratch);
+    td_free(ts);
+}
+
+uint32_t rtr_tickets_running(const rtr_tickets_t *ts)
+{
+    return ts->running;
+}
+
+uint32_t rtr_tickets_queued(const rtr_tickets_t *ts)
+{
+    return ts->queued;
+}
+
+static const rtr_prompt_t *prompt_of(const rtr_ticket_t *t)
+{
+    return &t->req->params.prompts[t->prompt_idx];
+}
+
+static rtr_choice_t *choices_of(const rtr_ticket_t *t)
+{
+    return &t->req->choices[t->prompt_idx * t->req->params.n];
+}
+
+/* --- the table of tickets --------------------------------------------------------------------- */
+
+static rtr_ticket_t *ticket_find(const rtr_tickets_t *ts, uint64_t id)
+{
+    rtr_ticket_t *t = ts->buckets[id % BUCKETS];
+    while (t != NULL && t->id != id) {
+        t = t->chain;
+    }
+    return t;
+}
+
+static rtr_ticket_t *ticket_create(rtr_tickets_t *ts, rtr_request_t *req, uint32_t prompt_idx)
+{
+    rtr_ticket_t *t = ts->count < RTR_TICKETS_MAX ? td_calloc(1, sizeof(*t)) : NULL;
+
+    if (t == NULL) {
+        return NULL;
+    }
+    do {
+        t->id = td_random_u64();
+    } while (t->id == 0 || ticket_find(ts, t->id) != NULL);
+    t->attempt = 1;
+    t->req = req;
+    t->prompt_idx = prompt_idx;
+    t->prefill.slot = RTR_PLACE_NONE;
+    t->decode.slot = RTR_PLACE_NONE;
+    t->queue_deadline_ns = td_now_ns() + ts->config.queue_ms * TD_NS_PER_MS;
+    t->chain = ts->buckets[t->id % BUCKETS];
+    ts->buckets[t->id % BUCKETS] = t;
+    ts->count++;
+    req->tickets[prompt_idx] = t;
+    req->tickets_left++;
+    return t;
+}
+
+static void queue_leave(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    if (t->in_queue) {
+        TAILQ_REMOVE(&ts->queue, t, queue_link);
+        t->in_queue = false;
+        ts->queued--;
+        td_metric_set(ts->config.metrics->queued, ts->queued);
+    }
+}
+
+static void prefill_release(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    if (t->prefill.held) {
+        rtr_node_t *node = rtr_registry_node(ts->config.registry, t->prefill.slot);
+        t->prefill.held = false;
+        node->ahead_tokens -= t->work_tokens;
+        node->prefills--;
+    }
+}
+
+static void decode_release(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    if (t->decode.held) {
+        rtr_node_t *node = rtr_registry_node(ts->config.registry, t->decode.slot);
+        t->decode.held = false;
+        node->sequences -= t->req->params.n;
+        node->promised_blocks -= t->need_blocks;
+    }
+}
+
+static void send_cancel(rtr_tickets_t *ts, const rtr_ticket_t *t, const leg_t *leg)
+{
+    td_msg_t msg = {.type = TD_MSG_CANCEL, .u.ticket = {.ticket = t->id, .attempt = t->attempt}};
+    const rtr_node_t *node = NULL;
+
+    if (leg->slot == RTR_PLACE_NONE) {
+        return;
+    }
+    node = rtr_registry_node(ts->config.registry, leg->slot);
+    if (node->incarnation == leg->incarnation && node->live &&
+        td_bus_send(ts->config.bus, node->id, &msg) != TD_OK) {
+        TD_LOG_WARN("cancel not sent", "req=%s node=%s", t->req->request_id, node->id);
+    }
+}
+
+/* Takes the attempt back from both nodes; later messages of it are then stale. */
+static void attempt_end(rtr_tickets_t *ts, rtr_ticket_t *t, bool cancel)
+{
+    if (cancel) {
+        send_cancel(ts, t, &t->prefill);
+        send_cancel(ts, t, &t->decode);
+    }
+    prefill_release(ts, t);
+    decode_release(ts, t);
+    t->prefill.slot = RTR_PLACE_NONE;
+    t->decode.slot = RTR_PLACE_NONE;
+    t->attempt++;
+    t->state = STATE_PLACING;
+}
+
+static void ticket_destroy(rtr_tickets_t *ts, rtr_ticket_t *t, bool cancel)
+{
+    rtr_ticket_t **link = &ts->buckets[t->id % BUCKETS];
+
+    attempt_end(ts, t, cancel);
+    queue_leave(ts, t);
+    while (*link != t) {
+        link = &(*link)->chain;
+    }
+    *link = t->chain;
+    ts->count--;
+    ts->room = true;
+    t->req->tickets[t->prompt_idx] = NULL;
+    t->req->tickets_left--;
+    td_free(t->keys);
+    td_free(t);
+}
+
+/* --- the ends of a request -------------------------------------------------------------------- */
+
+/* After this the request may be freed. */
+static void request_drop(rtr_tickets_t *ts, rtr_request_t *req)
+{
+    for (uint32_t i = 0; i < req->params.prompt_count; i++) {
+        if (req->tickets[i] != NULL) {
+            ticket_destroy(ts, req->tickets[i], true);
+        }
+    }
+    TAILQ_REMOVE(&ts->requests, req, link);
+    ts->running--;
+    td_metric_set(ts->config.metrics->running, ts->running);
+    rtr_request_unref(req);
+}
+
+static void request_fail(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t outcome, int http,
+                         const char *code, const char *message)
+{
+    rtr_error_t error;
+
+    rtr_error_set(&error, http, code, NULL, "%s", message);
+    TD_LOG_INFO("request failed", "req=%s outcome=%s http=%d why=\"%s\"", req->request_id,
+                rtr_outcome_name(outcome), http, message);
+    rtr_request_fail(req, outcome, &error, http == 429 || http == 503);
+    request_drop(ts, req);
+}
+
+static void request_client_gone(rtr_tickets_t *ts, rtr_request_t *req)
+{
+    rtr_error_t error;
+
+    rtr_error_set(&error, 499, NULL, NULL, "the client is gone");
+    rtr_request_mark_gone(req);
+    rtr_request_fail(req, RTR_OUTCOME_CLIENT_GONE, &error, false);
+    request_drop(ts, req);
+}
+
+static rtr_head_t head_of(const rtr_tickets_t *ts, const rtr_request_t *req)
+{
+    return (rtr_head_t){.model = ts->config.model,
+                        .kind = req->kind,
+                        .id = req->id,
+                        .created_s = req->created_s,
+                        .want_logprobs = req->params.want_logprobs,
+                        .usage_null = req->params.include_usage,
+                        .tandem = ts->config.model->allow_placement,
+                        .prefill_id = req->prefill_id,
+                        .decode_id = req->decode_id};
+}
+
+static td_status_t write_full(const rtr_head_t *head, const rtr_request_t *req, td_str_t *out)
+{
+    rtr_choice_view_t *views = td_calloc(req->choice_count, sizeof(*views));
+    td_status_t status = TD_ERR_NO_MEMORY;
+
+    if (views == NULL) {
+        return status;
+    }
+    for (uint32_t i = 0; i < req->choice_count; i++) {
+        if (req->params.echo) {
+            views[i].pieces[views[i].piece_count++] =
+                rtr_choice_piece(&req->echoes[i / req->params.n]);
+        }
+        views[i].pieces[views[i].piece_count++] = rtr_choice_piece(&req->choices[i]);
+    }
+    status = rtr_reply_full(head, views, req->choice_count, &req->usage, out);
+    td_free(views);
+    return status;
+}
+
+static void request_complete(rtr_tickets_t *ts, rtr_request_t *req)
+{
+    rtr_head_t head = head_of(ts, req);
+    rtr_metrics_t *m = ts->config.metrics;
+    td_str_t text = {0};
+    td_status_t status = TD_OK;
+
+    if (!req->params.stream) {
+        status = write_full(&head, req, &text);
+    } else {
+        if (req->params.include_usage) {
+            status = rtr_reply_usage_chunk(&head, &req->usage, &text);
+        }
+        if (status == TD_OK) {
+            status = td_str_append_text(&text, "data: [DONE]\n\n");
+        }
+    }
+    if (status != TD_OK) {
+        td_str_fini(&text);
+        request_fail(ts, req, RTR_OUTCOME_UPSTREAM_ERROR, 500, NULL, "out of memory");
+        return;
+    }
+    td_metric_add(m->prompt_tokens, req->usage.prompt_tokens);
+    td_metric_add(m->completion_tokens, req->usage.completion_tokens);
+    td_metric_add(m->cached_tokens,
+                  req->usage.cached_local_tokens + req->usage.cached_store_tokens);
+    rtr_request_complete(req, &text);
+    td_str_fini(&text);
+    request_drop(ts, req);
+}
+
+/* --- placement -------------------------------------------------------------------------------- */
+
+static void ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    const rtr_prompt_t *prompt = prompt_of(t);
+    const rtr_params_t *params = &t->req->params;
+    uint32_t count = TD_MIN(prompt->count / ts->config.block_tokens, RTR_HINT_BLOCKS_MAX);
+    td_block_root_fields_t fields = {.fingerprint = ts->config.fingerprint,
+                                     .numerics_class = rtr_registry_numerics(ts->config.registry),
+                                     .layout_version = TD_KV_LAYOUT_VERSION,
+                                     .codec = TD_KV_CODEC_F16,
+                                     .block_tokens = ts->config.block_tokens,
+                                     .adapter = "",
+                                     .salt =
+                                         params->cache_salt.len > 0 ? params->cache_salt.bytes : "",
+                                     .salt_len = params->cache_salt.len};
+    td_block_root_t root;
+
+    if (t->keys != NULL || count == 0) {
+        return;
+    }
+    t->keys = td_calloc(count, sizeof(*t->keys));
+    if (t->keys == NULL) {
+        return; /* only the hints miss it */
+    }
+    td_block_root_make(ts->config.secret, &fields, &root);
+    td_block_keys(&root, prompt->tokens, (size_t)count * ts->config.block_tokens,
+                  ts->config.block_tokens, t->keys);
+    t->key_count = count;
+}
+
+static bool node_allowed(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t slot,
+                         td_role_t role, bool also_avoided, const char *pinned)
+{
+    if (!node->live || node->role != role || rtr_slot_has(&t->tried, slot)) {
+        return false;
+    }
+    if (pinned[0] != '\0') {
+        return strcmp(pinned, node->id) == 0;
+    }
+    return also_avoided || (!rtr_slot_has(&t->avoid, slot) &&
+                            td_now_ns() - node->seen_ns < STALE_MS * TD_NS_PER_MS);
+}
+
+static uint32_t choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t, bool also_avoided)
+{
+    uint32_t slots = rtr_registry_slots(ts->config.registry);
+
+    for (uint32_t i = 0; i < slots; i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+        ts->prefills[i] = (rtr_prefill_view_t){
+            .allowed = node_allowed(t, node, i, TD_ROLE_PREFILL, also_avoided,
+                                    t->req->params.place_prefill),
+            .ahead_tokens = node->ahead_tokens,
+            .match_tokens = ts->match[i] * ts->config.block_tokens,
+            .rate = &node->rate,
+        };
+    }
+    return slots == 0 ? RTR_PLACE_NONE
+                      : rtr_place_prefill(ts->prefills, slots, prompt_of(t)->count,
+                                          ts->config.block_tokens, ts->turn);
+}
+
+static uint32_t choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t, bool also_avoided)
+{
+    uint32_t slots = rtr_registry_slots(ts->config.registry);
+
+    for (uint32_t i = 0; i < slots; i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+        ts->decodes[i] = (rtr_decode_view_t){
+            .allowed =
+                node_allowed(t, node, i, TD_ROLE_DECODE, also_avoided, t->req->params.place_decode),
+            .running = node->sequences,
+            .promised = node->promised_blocks,
+            .free_blocks = node->beat.free_blocks,
+            .total_blocks = node->beat.total_blocks,
+            .match_blocks = ts->match[i],
+        };
+    }
+    return slots == 0 ? RTR_PLACE_NONE
+                      : rtr_place_decode(ts->decodes, slots, t->req->params.n,
+                                         (uint32_t)TD_MIN(t->need_blocks, UINT32_MAX), ts->turn);
+}
+
+static void hold(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t prefill, uint32_t decode)
+{
+    rtr_node_t *p = rtr_registry_node(ts->config.registry, prefill);
+    rtr_node_t *d = rtr_registry_node(ts->config.registry, decode);
+    uint32_t match = TD_MIN(ts->match[prefill] * ts->config.block_tokens, prompt_of(t)->count);
+
+    t->work_tokens = TD_MAX(prompt_of(t)->count - match, ts->config.block_tokens);
+    t->prefill = (leg_t){.slot = prefill, .incarnation = p->incarnation, .held = true};
+    t->ahead_at_start = p->ahead_tokens;
+    p->ahead_tokens += t->work_tokens;
+    p->prefills++;
+    t->decode = (leg_t){.slot = decode, .incarnation = d->incarnation, .held = true};
+    d->sequences += t->req->params.n;
+    d->promised_blocks += t->need_blocks;
+}
+
+static td_status_t send_work(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_type_t type,
+                             const leg_t *to, const leg_t *peer, uint32_t have_blocks)
+{
+    const rtr_params_t *p = &t->req->params;
+    const rtr_prompt_t *prompt = prompt_of(t);
+    uint64_t left_ms = td_remaining_ns(t->req->deadline_ns) / TD_NS_PER_MS;
+    char request_id[TD_MSG_ID_CHARS_MAX + 1];
+    td_msg_t msg = {.type = type,
+                    .u.work = {
+                        .ticket = t->id,
+                        .attempt = t->attempt,
+                        .budget_ms = (uint32_t)TD_MIN(left_ms + 1, UINT32_MAX),
+                        .prompt = prompt->tokens,
+                        .prompt_tokens = prompt->count,
+                        .cache_salt = {(const uint8_t *)p->cache_salt.bytes, p->cache_salt.len},
+                        .temperature = p->temperature,
+                        .top_k = p->top_k,
+                        .top_p = p->top_p,
+                        .min_p = p->min_p,
+                        .presence_penalty = p->presence_penalty,
+                        .frequency_penalty = p->frequency_penalty,
+                        .repetition_penalty = p->repetition_penalty,
+                        .seed = p->seed,
+                        .bias_count = p->bias_count,
+                        .bias_tokens = p->bias_tokens,
+                        .bias_values = p->bias_values,
+                        .n = p->n,
+                        .max_tokens = prompt->max_tokens,
+                        .min_tokens = p->min_tokens,
+                        .ignore_eos = p->ignore_eos,
+                        .want_logprobs = p->want_logprobs,
+                        .top_logprobs = p->top_logprobs,
+                        .prompt_logprobs = p->echo && p->want_logprobs,
+                        .want_hashes = ts->config.model->allow_placement,
+                        .stop_count = p->stop_count,
+                        .stops = p->stops,
+                        .include_stop = p->include_stop,
+                        .skip_special = p->skip_special,
+                        .peer_id = rtr_registry_node(ts->config.registry, peer->slot)->id,
+                        .peer_incarnation = peer->incarnation,
+                        .have_blocks = have_blocks,
+                        .request_id = request_id,
+                    }};
+
+    (void)snprintf(request_id, sizeof(request_id), "%.63s", t->req->request_id);
+    return td_bus_send(ts->config.bus, rtr_registry_node(ts->config.registry, to->slot)->id, &msg);
+}
+
+/* All nodes that might have room were asked: the ticket waits its turn, or is refused. */
+static void ticket_wait(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    memset(&t->tried, 0, sizeof(t->tried));
+    t->state = STATE_QUEUED;
+    if (t->in_queue) {
+        return; /* at its old place */
+    }
+    if (ts->queued >= ts->config.queue_max) {
+        request_fail(ts, t->req, RTR_OUTCOME_REJECTED, 429, "queue_full",
+                     "The server is full, and so is its queue. Try again later.");
+        return;
+    }
+    TAILQ_INSERT_TAIL(&ts->queue, t, queue_link);
+    t->in_queue = true;
+    ts->queued++;
+    td_metric_set(ts->config.metrics->queued, ts->queued);
+}
+
+static bool pinned_is_missing(const rtr_tickets_t *ts, td_role_t role, const char *pinned)
+{
+    for (uint32_t i = 0; pinned[0] != '\0' && i < rtr_registry_slots(ts->config.registry); i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+        if (node->live && node->role == role && strcmp(node->id, pinned) == 0) {
+            return false;
+        }
+    }
+    return pinned[0] != '\0';
+}
+
+/* True when the request was refused: a role has no live node, or not the one asked for. */
+static bool refuse_if_none_live(rtr_tickets_t *ts, const rtr_ticket_t *t)
+{
+    const rtr_params_t *p = &t->req->params;
+    bool prefill = rtr_registry_live(ts->config.registry, TD_ROLE_PREFILL) > 0;
+    bool decode = rtr_registry_live(ts->config.registry, TD_ROLE_DECODE) > 0;
+
+    if (!prefill || !decode) {
+        request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "no_nodes",
+                     !prefill ? "No prefill node is live." : "No decode node is live.");
+        return true;
+    }
+    if (pinned_is_missing(ts, TD_ROLE_PREFILL, p->place_prefill) ||
+        pinned_is_missing(ts, TD_ROLE_DECODE, p->place_decode)) {
+        request_fail(ts, t->req, RTR_OUTCOME_BAD_REQUEST, 400, "no_such_node",
+                     "tandem: a node that was named is not live, or has another role.");
+        return true;
+    }
+    return false;
+}
+
+static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    ticket_hash(ts, t);
+    t->need_blocks =
+        ((uint64_t)prompt_of(t)->count + (uint64_t)prompt_of(t)->max_tokens * t->req->params.n) /
+            ts->config.block_tokens +
+        t->req->params.n;
+    rtr_hints_match(ts->config.hints, t->keys, t->key_count, ts->match);
+    if (refuse_if_none_live(ts, t)) {
+        return;
+    }
+    for (;;) {
+        uint32_t prefill = choose_prefill(ts, t, false);
+        uint32_t decode = choose_decode(ts, t, false);
+
+        prefill = prefill != RTR_PLACE_NONE ? prefill : choose_prefill(ts, t, true);
+        decode = decode != RTR_PLACE_NONE ? decode : choose_decode(ts, t, true);
+        if (prefill == RTR_PLACE_NONE || decode == RTR_PLACE_NONE) {
+            ticket_wait(ts, t);
+            return;
+        }
+        ts->turn++;
+        hold(ts, t, prefill, decode);
+        if (send_work(ts, t, TD_MSG_RESERVE, &t->decode, &t->prefill, 0) == TD_OK) {
+            t->state = STATE_RESERVING;
+            t->reserve_deadline_ns = td_now_ns() + RTR_RESERVE_MS * TD_NS_PER_MS;
+            return;
+        }
+        rtr_slot_add(&t->tried, decode);
+        attempt_end(ts, t, false);
+    }
+}
+
+/* --- failures --------------------------------------------------------------------------------- */
+
+/* Takes the attempt back, and what it gave for the answer: the same comes again (I1). */
+static void attempt_undo(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    attempt_end(ts, t, true);
+    for (uint32_t i = 0; i < t->req->params.n; i++) {
+        rtr_choice_reset(&choices_of(t)[i]);
+    }
+    if (t->echo_seen) {
+        rtr_choice_reset(&t->req->echoes[t->prompt_idx]);
+    }
+    t->echo_seen = false;
+    t->decode_done = false;
+    t->usage = (td_msg_usage_t){0};
+}
+
+static bool is_request_fault(td_status_t status)
+{
+    return status == TD_ERR_INVALID || status == TD_ERR_TOO_LARGE || status == TD_ERR_UNSUPPORTED;
+}
+
+/* An attempt has failed. culprit: the slot to keep away from, or RTR_PLACE_NONE. */
+static void ticket_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, uint32_t culprit,
+                          const char *what)
+{
+    TD_LOG_WARN("attempt failed", "req=%s attempt=%u what=\"%s\" status=%s", t->req->request_id,
+                t->attempt, what, td_status_name(status));
+    if (is_request_fault(status)) {
+        request_fail(ts, t->req, RTR_OUTCOME_BAD_REQUEST, 400, NULL,
+                     "The model cannot serve this request as it is.");
+        return;
+    }
+    if (culprit != RTR_PLACE_NONE) {
+        rtr_slot_add(&t->avoid, culprit);
+    }
+    if (t->given) {
+        request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 502, "upstream_error",
+                     "The node that served this stream has failed.");
+        return;
+    }
+    if (t->retries == RTR_RETRIES_MAX) {
+        request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 502, "upstream_error",
+                     "The request failed on the nodes that were tried.");
+        return;
+    }
+    t->retries++;
+    td_metric_add(ts->config.metrics->retries, 1);
+    attempt_undo(ts, t);
+    memset(&t->tried, 0, sizeof(t->tried));
+    ticket_place(ts, t);
+}
+
+/* A node had no room: another one is asked, and if there is none the ticket waits. */
+static void ticket_busy(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot)
+{
+    rtr_slot_add(&t->tried, slot);
+    attempt_undo(ts, t);
+    ticket_place(ts, t);
+}
+
+/* --- messages --------------------------------------------------------------------------------- */
+
+static bool from_leg(const rtr_tickets_t *ts, const leg_t *leg, const td_msg_t *msg)
+{
+    return leg->slot != RTR_PLACE_NONE && leg->incarnation == msg->sender_incarnation &&
+           strcmp(rtr_registry_node(ts->config.registry, leg->slot)->id, msg->sender_id) == 0;
+}
+
+static void handle_reserved(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *msg)
+{
+    const td_msg_reserved_t *m = &msg->u.reserved;
+
+    if (t->state != STATE_RESERVING || !from_leg(ts, &t->decode, msg)) {
+        return;
+    }
+    if (m->status == TD_ERR_BUSY) {
+        ticket_busy(ts, t, t->decode.slot);
+        return;
+    }
+    if (m->status != TD_OK) {
+        ticket_failed(ts, t, m->status, t->decode.slot, "reserve refused");
+        return;
+    }
+    queue_leave(ts, t);
+    t->state = STATE_RUNNING;
+    t->start_ns = td_now_ns();
+    if (send_work(ts, t, TD_MSG_START, &t->prefill, &t->decode, m->have_blocks) != TD_OK) {
+        ticket_failed(ts, t, TD_ERR_PEER_DEAD, t->prefill.slot, "start not sent");
+        return;
+    }
+    /* Before it is computed: what comes next with this prefix shall go to the same node. */
+    rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->prefill.slot);
+    td_metric_set(ts->config.metrics->hint_blocks, rtr_hints_count(ts->config.hints));
+}
+
+static void observe_token(rtr_tickets_t *ts, rtr_request_t *req, rtr_choice_t *choice,
+                          uint32_t count)
+{
+    uint64_t now = td_now_ns();
+
+    if (!req->first_token_seen) {
+        req->first_token_seen = true;
+        td_metric_observe_ns(ts->config.metrics->ttft, now - req->arrived_ns);
+    }
+    if (choice->last_ns != 0 && count > 0) {
+        td_metric_observe_ns(ts->config.metrics->tbt, (now - choice->last_ns) / count);
+    }
+    choice->last_ns = now;
+}
+
+/* Gives one event of a choice to the client; opens the choice with the echoed prompt. False when
+ * the request has ended over it. */
+static bool stream_piece(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t index,
+                         const rtr_piece_t *piece)
+{
+    rtr_request_t *req = t->req;
+    rtr_choice_t *choice = &req->choices[index];
+    rtr_head_t head = head_of(ts, req);
+    rtr_piece_t pieces[2];
+    uint32_t count = 0;
+    bool opened = choice->opened;
+    td_status_t status = TD_OK;
+
+    if (opened && piece->text_len == 0 && piece->finish == TD_FINISH_NONE &&
+        !(piece->count > 0 && (head.want_logprobs || head.tandem))) {
+        return true; /* nothing to show yet: half a character, a possible stop string */
+    }
+    if (!opened && req->params.echo) {
+        pieces[count++] = rtr_choice_piece(&req->echoes[t->prompt_idx]);
+    }
+    pieces[count++] = *piece;
+    td_str_clear(&ts->scratch);
+    status =
+        rtr_reply_chunk(&head, index, opened, pieces, count, &choice->text_offset, &ts->scratch);
+    if (status == TD_OK) {
+        status = rtr_request_give(req, ts->scratch.bytes, ts->scratch.len);
+    }
+    if (status == TD_ERR_BUSY) {
+        TD_LOG_INFO("client does not read", "req=%s bytes=%u", req->request_id, RTR_OUT_BYTES_MAX);
+        request_client_gone(ts, req);
+        return false;
+    }
+    if (status != TD_OK) {
+        request_fail(ts, req, RTR_OUTCOME_UPSTREAM_ERROR, 500, NULL, "out of memory");
+        return false;
+    }
+    choice->opened = true;
+    t->given = true;
+    return true;
+}
+
+static bool holds_for_echo(const rtr_ticket_t *t)
+{
+    return t->req->params.echo && t->req->params.want_logprobs && !t->echo_seen;
+}
+
+static void ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    rtr_request_t *req = t->req;
+    td_msg_usage_t *u = &req->usage;
+
+    u->prompt_tokens += prompt_of(t)->count;
+    u->completion_tokens += t->usage.completion_tokens;
+    u->cached_local_tokens += t->usage.cached_local_tokens;
+    u->cached_store_tokens += t->usage.cached_store_tokens;
+    rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
+    ticket_destroy(ts, t, false);
+    if (req->tickets_left == 0) {
+        request_complete(ts, req);
+    }
+}
+
+static void handle_prompt_logprobs(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_piece_t *piece)
+{
+    const rtr_prompt_t *prompt = prompt_of(t);
+    rtr_choice_t *echo = &t->req->echoes[t->prompt_idx];
+    uint32_t first = t->prompt_idx * t->req->params.n;
+
+    if (t->echo_seen || !t->req->params.echo) {
+        return;
+    }
+    if (piece->count != prompt->count) {
+        ticket_failed(ts, t, TD_ERR_PROTOCOL, t->prefill.slot, "prompt logprobs incomplete");
+        return;
+    }
+    if (rtr_choice_append(echo, piece) != TD_OK ||
+        td_str_append(&echo->text, prompt->text.bytes, prompt->text.len) != TD_OK) {
+        request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 500, NULL, "out of memory");
+        return;
+    }
+    t->echo_seen = true;
+    for (uint32_t i = 0; t->req->params.stream && i < t->req->params.n; i++) {
+        rtr_piece_t held = rtr_choice_piece(&t->req->choices[first + i]);
+        if (held.count > 0 && !stream_piece(ts, t, first + i, &held)) {
+            return;
+        }
+    }
+    if (t->decode_done) {
+        ticket_succeeded(ts, t);
+    }
+}
+
+static void handle_tokens(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *msg)
+{
+    const td_msg_tokens_t *m = &msg->u.tokens;
+    rtr_request_t *req = t->req;
+    rtr_piece_t piece = {.tokens = m->tokens,
+                         .count = m->count,
+                         .text = (const char *)m->text.at,
+                         .text_len = m->text.len,
+                         .logprobs = m->logprobs,
+                         .hashes = m->hashes,
+                         .hash_count = m->hash_count,
+                         .finish = m->finish,
+                         .stop_match = m->stop_match,
+                         .is_prompt = m->is_prompt};
+    rtr_choice_t *choice = NULL;
+
+    if (t->state != STATE_RUNNING || !from_leg(ts, m->is_prompt ? &t->prefill : &t->decode, msg)) {
+        return;
+    }
+    if (m->is_prompt) {
+        handle_prompt_logprobs(ts, t, &piece);
+        return;
+    }
+    if (m->choice >= req->params.n || m->offset != choices_of(t)[m->choice].received ||
+        choices_of(t)[m->choice].finish != TD_FINISH_NONE) {
+        ticket_failed(ts, t, TD_ERR_PROTOCOL, t->decode.slot, "tokens out of order");
+        return;
+    }
+    choice = &choices_of(t)[m->choice];
+    choice->received += m->count;
+    observe_token(ts, req, choice, m->count);
+    if (t->prompt_idx == 0 && choice->received == m->count) {
+        rtr_request_set_nodes(req, rtr_registry_node(ts->config.registry, t->prefill.slot)->id,
+                              msg->sender_id);
+    }
+    if (!req->params.stream || holds_for_echo(t)) {
+        if (rtr_choice_append(choice, &piece) != TD_OK) {
+            request_fail(ts, req, RTR_OUTCOME_UPSTREAM_ERROR, 500, NULL, "out of memory");
+        }
+        return;
+    }
+    choice->finish = m->finish;
+    (void)stream_piece(ts, t, t->prompt_idx * req->params.n + m->choice, &piece);
+}
+
+static void prefill_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t *m)
+{
+    rtr_node_t *node = rtr_registry_node(ts->config.registry, t->prefill.slot);
+
+    if (m->status == TD_ERR_BUSY && !t->given) {
+        ticket_busy(ts, t, t->prefill.slot);
+        return;
+    }
+    if (m->status != TD_OK) {
+        ticket_failed(ts, t, m->status, t->prefill.slot, "prefill leg failed");
+        return;
+    }
+    if (t->prefill.held) {
+        rtr_rate_observe(&node->rate, t->ahead_at_start + t->work_tokens,
+                         td_now_ns() - t->start_ns);
+    }
+    prefill_release(ts, t);
+    t->usage.cached_local_tokens =
+        TD_MAX(t->usage.cached_local_tokens, m->usage.cached_local_tokens);
+    t->usage.cached_store_tokens =
+        TD_MAX(t->usage.cached_store_tokens, m->usage.cached_store_tokens);
+}
+
+static void decode_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t *m)
+{
+    uint32_t received = 0;
+
+    if (m->status != TD_OK) {
+        ticket_failed(ts, t, m->status, t->decode.slot, "decode leg failed");
+        return;
+    }
+    for (uint32_t i = 0; i < t->req->params.n; i++) {
+        received += choices_of(t)[i].received;
+        if (choices_of(t)[i].finish == TD_FINISH_NONE) {
+            ticket_failed(ts, t, TD_ERR_PROTOCOL, t->decode.slot, "ended without a finish reason");
+            return;
+        }
+    }
+    t->usage.completion_tokens = received;
+    t->usage.cached_local_tokens =
+        TD_MAX(t->usage.cached_local_tokens, m->usage.cached_local_tokens);
+    t->usage.cached_store_tokens =
+        TD_MAX(t->usage.cached_store_tokens, m->usage.cached_store_tokens);
+    if (holds_for_echo(t)) {
+        t->decode_done = true;
+        decode_release(ts, t);
+        return;
+    }
+    ticket_succeeded(ts, t);
+}
+
+static void handle_end(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *msg)
+{
+    const td_msg_end_t *m = &msg->u.end;
+    bool is_prefill = m->leg == TD_ROLE_PREFILL;
+
+    if (!from_leg(ts, is_prefill ? &t->prefill : &t->decode, msg)) {
+        return;
+    }
+    if (t->state == STATE_RESERVING && m->status == TD_OK) {
+        return; /* nothing was started */
+    }
+    if (is_prefill) {
+        prefill_ended(ts, t, m);
+    } else {
+        decode_ended(ts, t, m);
+    }
+}
+
+static void ticket_message(rtr_tickets_t *ts, const td_msg_t *msg, uint64_t id, uint32_t attempt)
+{
+    rtr_ticket_t *t = ticket_find(ts, id);
+
+    if (t == NULL || t->attempt != attempt || t->state == STATE_QUEUED) {
+        TD_LOG_DEBUG("late message ignored", "from=%s type=%d attempt=%u", msg->sender_id,
+                     (int)msg->type, attempt);
+        return;
+    }
+    switch (msg->type) {
+    case TD_MSG_RESERVED:
+        handle_reserved(ts, t, msg);
+        break;
+    case TD_MSG_TOKENS:
+        handle_tokens(ts, t, msg);
+        break;
+    case TD_MSG_END:
+        handle_end(ts, t, msg);
+        break;
+    default: /* KV_FAILED: what the prefill node has cannot be read, or is not what it should be */
+        if (from_leg(ts, &t->decode, msg)) {
+            ticket_failed(ts, t,
+                          msg->u.ticket.status == TD_OK ? TD_ERR_CORRUPT : msg->u.ticket.status,
+                          t->prefill.slot, "hand-off failed");
+        }
+        break;
+    }
+}
+
+bool rtr_tickets_handle(rtr_tickets_t *ts, const td_msg_t *msg)
+{
+    switch (msg->type) {
+    case TD_MSG_RESERVED:
+        ticket_message(ts, msg, msg->u.reserved.ticket, msg->u.reserved.attempt);
+        return true;
+    case TD_MSG_TOKENS:
+        ticket_message(ts, msg, msg->u.tokens.ticket, msg->u.tokens.attempt);
+        return true;
+    case TD_MSG_END:
+        ticket_message(ts, msg, msg->u.end.ticket, msg->u.end.attempt);
+        return true;
+    case TD_MSG_KV_FAILED:
+        ticket_message(ts, msg, msg->u.ticket.ticket, msg->u.ticket.attempt);
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* --- requests --------------------------------------------------------------------------------- */
+
+static td_status_t begin_echo(rtr_request_t *req)
+{
+    for (uint32_t i = 0;
+         req->params.echo && !req->params.want_logprobs && i < req->params.prompt_count; i++) {
+        TD_TRY(td_str_append(&req->echoes[i].text, req->params.prompts[i].text.bytes,
+                             req->params.prompts[i].text.len));
+    }
+    return TD_OK;
+}
+
+void rtr_tickets_submit(rtr_tickets_t *ts, rtr_request_t *req)
+{
+    rtr_ticket_t *t = NULL;
+    uint32_t prompt_count = req->params.prompt_count;
+    uint64_t ids[RTR_PROMPTS_MAX];
+
+    TAILQ_INSERT_TAIL(&ts->requests, req, link);
+    ts->running++;
+    td_metric_set(ts->config.metrics->running, ts->running);
+    req->deadline_ns = req->arrived_ns + ts->config.request_timeout_ms * TD_NS_PER_MS;
+    if (atomic_load_explicit(&req->gone, memory_order_acquire)) {
+        request_client_gone(ts, req);
+        return;
+    }
+    if (rtr_request_open_choices(req) != TD_OK || begin_echo(req) != TD_OK) {
+        request_fail(ts, req, RTR_OUTCOME_UPSTREAM_ERROR, 500, NULL, "out of memory");
+        return;
+    }
+    for (uint32_t i = 0; i < prompt_count; i++) {
+        t = ticket_create(ts, req, i);
+        if (t == NULL) {
+            request_fail(ts, req, RTR_OUTCOME_REJECTED, 429, "too_many_requests",
+                         "The server has too many requests under way. Try again later.");
+            return;
+        }
+        ids[i] = t->id;
+    }
+    for (uint32_t i = 0; i < prompt_count; i++) {
+        t = ticket_find(ts, ids[i]); /* gone when the request has failed over an earlier one */
+        if (t == NULL) {
+            return;
+        }
+        if (ts->queued > 0 && !refuse_if_none_live(ts, t)) {
+            ticket_wait(ts, t); /* behind those that came first */
+        } else if (ticket_find(ts, ids[i]) != NULL) {
+            ticket_place(ts, t);
+        }
+    }
+}
+
+/* Calls fn for every ticket; fn may end any number of them. */
+static void each_ticket(rtr_tickets_t *ts, void (*fn)(rtr_tickets_t *, rtr_ticket_t *, uint32_t),
+                        uint32_t arg)
+{
+    rtr_request_t *req = TAILQ_FIRST(&ts->requests);
+
+    while (req != NULL) {
+        rtr_request_t *next = TAILQ_NEXT(req, link);
+        uint32_t prompt_count = req->params.prompt_count;
+        (void)rtr_request_ref(req); /* fn may end it */
+        for (uint32_t i = 0; i < prompt_count; i++) {
+            if (req->tickets[i] != NULL) {
+                fn(ts, req->tickets[i], arg);
+            }
+        }
+        rtr_request_unref(req);
+        req = next;
+    }
+}
+
+static void ticket_node_down(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot)
+{
+    if (t->decode_done) {
+        if (slot == t->prefill.slot) {
+            ticket_failed(ts, t, TD_ERR_PEER_DEAD, slot, "prefill node died");
+        }
+        return;
+    }
+    if (t->decode.slot == slot) {
+        ticket_failed(ts, t, TD_ERR_PEER_DEAD, slot, "decode node died");
+    } else if (t->prefill.slot == slot && t->prefill.held) {
+        ticket_failed(ts, t, TD_ERR_PEER_DEAD, slot, "prefill node died");
+    }
+}
+
+void rtr_tickets_node_down(rtr_tickets_t *ts, uint32_t slot)
+{
+    rtr_hints_purge(ts->config.hints, slot);
+    each_ticket(ts, ticket_node_down, slot);
+}
+
+static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
+{
+    uint64_t now = td_now_ns();
+    (void)arg;
+
+    if (now >= t->req->deadline_ns) {
+        request_fail(ts, t->req, RTR_OUTCOME_TIMEOUT, 504, "timeout",
+                     "The request took longer than the server allows.");
+    } else if (t->in_queue && now >= t->queue_deadline_ns) {
+        request_fail(ts, t->req, RTR_OUTCOME_REJECTED, 429, "queue_timeout",
+                     "No room on the nodes came free in time. Try again later.");
+    } else if (t->state == STATE_RESERVING && now >= t->reserve_deadline_ns) {
+        uint32_t slot = t->decode.slot;
+        uint32_t left = 0;
+        TD_LOG_WARN("no answer to reserve", "req=%s node=%s", t->req->request_id,
+                    rtr_registry_node(ts->config.registry, slot)->id);
+        attempt_end(ts, t, true);
+        rtr_slot_add(&t->tried, slot);
+        for (uint32_t i = 0; i < rtr_registry_slots(ts->config.registry); i++) {
+            left += node_allowed(t, rtr_registry_node(ts->config.registry, i), i, TD_ROLE_DECODE,
+                                 true, t->req->params.place_decode);
+        }
+        if (left == 0) {
+            request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "no_answer",
+                         "No decode node answers.");
+        } else {
+            ticket_place(ts, t);
+        }
+    }
+}
+
+/* The first in the queue ask for room again; those behind them wait for their turn. */
+static void queue_probe(rtr_tickets_t *ts)
+{
+    rtr_ticket_t *t = TAILQ_FIRST(&ts->queue);
+    uint32_t probes = 0;
+
+    while (t != NULL && probes < RTR_QUEUE_PROBES_MAX) {
+        rtr_ticket_t *next = TAILQ_NEXT(t, queue_link);
+        uint64_t next_id = next != NULL ? next->id : 0;
+        probes++;
+        if (t->state == STATE_QUEUED) {
+            ticket_place(ts, t);
+        }
+        t = next_id != 0 ? ticket_find(ts, next_id) : NULL; /* the call may have ended it */
+    }
+}
+
+void rtr_tickets_tick(rtr_tickets_t *ts)
+{
+    uint64_t now = td_now_ns();
+
+    if (now >= ts->next_tick_ns) {
+        ts->next_tick_ns = now + DEADLINES_MS * TD_NS_PER_MS;
+        each_ticket(ts, ticket_tick, 0);
+    }
+    if (ts->room || now >= ts->next_probe_ns) {
+        ts->room = false;
+        ts->next_probe_ns = now + PROBE_MS * TD_NS_PER_MS;
+        queue_probe(ts);
+    }
+}
+
+void rtr_tickets_drop_gone(rtr_tickets_t *ts)
+{
+    rtr_request_t *req = TAILQ_FIRST(&ts->requests);
+    while (req != NULL) {
+        rtr_request_t *next = TAILQ_NEXT(req, link);
+        if (atomic_load_explicit(&req->gone, memory_order_acquire)) {
+            request_client_gone(ts, req);
+        }
+        req = next;
+    }
+}
+
+void rtr_tickets_end_all(rtr_tickets_t *ts)
+{
+    while (!TAILQ_EMPTY(&ts->requests)) {
+        request_fail(ts, TAILQ_FIRST(&ts->requests), RTR_OUTCOME_SHUTDOWN, 503, "shutting_down",
+                     "The server is shutting down.");
+    }
+}

@@ -1,0 +1,50 @@
+/* rtr_tickets.h - carries each prompt of each request through a prefill and a decode node to its
+ * end. States, failures and limits: router/DESIGN.md. Every request ends exactly once (I5); load is
+ * counted here alone and released on every exit. Threads: loop. */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/wire/td_bus.h"
+#include "router/rtr_registry.h"
+#include "router/rtr_request.h"
+
+#define RTR_TICKETS_MAX 8192u
+#define RTR_RETRIES_MAX 2u
+#define RTR_RESERVE_MS 2000u
+#define RTR_QUEUE_PROBES_MAX 4u /* tickets of the queue that may ask for room at one time */
+#define RTR_HINT_BLOCKS_MAX 4096u
+
+typedef struct rtr_tickets rtr_tickets_t;
+
+typedef struct rtr_tickets_config {
+    td_bus_t *bus;
+    rtr_registry_t *registry;
+    rtr_hints_t *hints;
+    rtr_metrics_t *metrics;
+    const rtr_model_t *model;
+    const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
+    const uint8_t *fingerprint; /* [32] */
+    uint32_t block_tokens;
+    uint32_t queue_max;
+    uint32_t queue_ms;
+    uint32_t request_timeout_ms;
+} rtr_tickets_config_t;
+
+TD_MUST_CHECK td_status_t rtr_tickets_create(const rtr_tickets_config_t *config,
+                                             rtr_tickets_t **out);
+/** Ends what is left (outcome shutdown). */
+void rtr_tickets_destroy(rtr_tickets_t *ts);
+/** Takes over one reference; the request ends through its own functions. */
+void rtr_tickets_submit(rtr_tickets_t *ts, rtr_request_t *req);
+/** True when the message was for a ticket, or for one that has ended. */
+bool rtr_tickets_handle(rtr_tickets_t *ts, const td_msg_t *msg);
+void rtr_tickets_node_down(rtr_tickets_t *ts, uint32_t slot);
+/** Deadlines, and the queue. */
+void rtr_tickets_tick(rtr_tickets_t *ts);
+/** Ends the requests whose client has left. */
+void rtr_tickets_drop_gone(rtr_tickets_t *ts);
+void rtr_tickets_end_all(rtr_tickets_t *ts);
+uint32_t rtr_tickets_running(const rtr_tickets_t *ts); /* requests */
+uint32_t rtr_tickets_queued(const rtr_tickets_t *ts);

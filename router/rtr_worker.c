@@ -1,0 +1,162 @@
+#include "router/rtr_worker.h"
+
+#include <poll.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+#include "common/base/td_ring.h"
+
+typedef struct worker {
+    pthread_t thread;
+    td_ring_t *ring; /* owned */
+    rtr_workers_t *all;
+    bool started;
+} worker_t;
+
+struct rtr_workers {
+    const rtr_model_t *model;
+    rtr_loop_t *loop;
+    worker_t *workers; /* owned [count] */
+    uint32_t count;
+    atomic_uint turn;     /* relaxed: any distribution will do */
+    atomic_bool stopping; /* release before the wake-up, acquire after it */
+};
+
+static void answer_here(const rtr_workers_t *ws, rtr_request_t *req)
+{
+    td_str_t text = {0};
+    rtr_error_t error;
+    td_status_t status = req->kind == RTR_KIND_TOKENIZE
+                             ? rtr_reply_tokenized(ws->model, &req->params.prompts[0], &text)
+                             : rtr_reply_detokenized(&req->params.prompts[0], &text);
+
+    if (status == TD_OK) {
+        rtr_request_complete(req, &text);
+    } else {
+        rtr_error_set(&error, 500, NULL, NULL, "out of memory");
+        rtr_request_fail(req, RTR_OUTCOME_UPSTREAM_ERROR, &error, false);
+    }
+    td_str_fini(&text);
+}
+
+/* Takes over one reference. */
+static void work(const rtr_workers_t *ws, rtr_request_t *req)
+{
+    rtr_error_t error;
+    td_status_t status = TD_OK;
+
+    if (atomic_load_explicit(&req->gone, memory_order_acquire)) {
+        rtr_error_set(&error, 499, NULL, NULL, "the client is gone");
+        rtr_request_fail(req, RTR_OUTCOME_CLIENT_GONE, &error, false);
+        rtr_request_unref(req);
+        return;
+    }
+    status =
+        rtr_api_parse(ws->model, req->kind, req->body.bytes, req->body.len, &req->params, &error);
+    td_str_fini(&req->body);
+    if (status != TD_OK) {
+        rtr_request_fail(
+            req, status == TD_ERR_INVALID ? RTR_OUTCOME_BAD_REQUEST : RTR_OUTCOME_UPSTREAM_ERROR,
+            &error, false);
+    } else if (req->kind == RTR_KIND_TOKENIZE || req->kind == RTR_KIND_DETOKENIZE) {
+        answer_here(ws, req);
+    } else if (rtr_loop_submit(ws->loop, req) == TD_OK) {
+        return; /* the reference went along */
+    } else {
+        rtr_error_set(&error, 429, "too_many_requests", NULL,
+                      "The server has too many requests under way. Try again later.");
+        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, true);
+    }
+    rtr_request_unref(req);
+}
+
+static void *worker_main(void *arg)
+{
+    worker_t *w = arg;
+    struct pollfd wait = {.fd = td_ring_fd(w->ring), .events = POLLIN};
+
+    for (;;) {
+        void *item = NULL;
+        td_ring_drain_fd(w->ring);
+        while (td_ring_pop(w->ring, &item)) {
+            work(w->all, item);
+        }
+        if (atomic_load_explicit(&w->all->stopping, memory_order_acquire)) {
+            return NULL;
+        }
+        (void)poll(&wait, 1, -1);
+    }
+}
+
+td_status_t rtr_workers_create(uint32_t count, const rtr_model_t *model, rtr_loop_t *loop,
+                               rtr_workers_t **out)
+{
+    rtr_workers_t *ws = td_calloc(1, sizeof(*ws));
+    td_status_t status = TD_ERR_NO_MEMORY;
+
+    TD_ASSERT(count >= 1 && count <= RTR_WORKERS_MAX);
+    if (ws == NULL) {
+        return status;
+    }
+    ws->model = model;
+    ws->loop = loop;
+    atomic_init(&ws->turn, 0);
+    atomic_init(&ws->stopping, false);
+    ws->workers = td_calloc(count, sizeof(*ws->workers));
+    if (ws->workers == NULL) {
+        goto err;
+    }
+    ws->count = count;
+    for (uint32_t i = 0; i < count; i++) {
+        worker_t *w = &ws->workers[i];
+        w->all = ws;
+        status = td_ring_create(RTR_WORKER_QUEUE_MAX, &w->ring);
+        if (status != TD_OK) {
+            goto err;
+        }
+        if (pthread_create(&w->thread, NULL, worker_main, w) != 0) {
+            status = TD_ERR_BUSY;
+            TD_LOG_ERROR("worker thread not started", "err=\"%m\"");
+            goto err;
+        }
+        w->started = true;
+    }
+    *out = ws;
+    return TD_OK;
+
+err:
+    rtr_workers_destroy(ws);
+    return status;
+}
+
+void rtr_workers_destroy(rtr_workers_t *ws)
+{
+    if (ws == NULL) {
+        return;
+    }
+    atomic_store_explicit(&ws->stopping, true, memory_order_release);
+    for (uint32_t i = 0; ws->workers != NULL && i < ws->count; i++) {
+        worker_t *w = &ws->workers[i];
+        if (w->started) {
+            td_ring_wake(w->ring);
+            (void)pthread_join(w->thread, NULL);
+        }
+        if (w->ring != NULL) {
+            td_ring_destroy(w->ring);
+        }
+    }
+    td_free(ws->workers);
+    td_free(ws);
+}
+
+td_status_t rtr_workers_submit(rtr_workers_t *ws, rtr_request_t *req)
+{
+    uint32_t turn = atomic_fetch_add_explicit(&ws->turn, 1, memory_order_relaxed);
+
+    for (uint32_t i = 0; i < ws->count; i++) {
+        if (td_ring_push(ws->workers[(turn + i) % ws->count].ring, req) == TD_OK) {
+            return TD_OK;
+        }
+    }
+    return TD_ERR_BUSY;
+}
