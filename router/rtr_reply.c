@@ -345,6 +345,21 @@ static void put_hashes(writer_t *w, const rtr_piece_t *pieces, uint32_t piece_co
     puts_(w, "]");
 }
 
+/* Ids of what was generated, so that a next turn can repeat them exactly. */
+static void put_token_ids(writer_t *w, const rtr_piece_t *pieces, uint32_t piece_count)
+{
+    bool first = true;
+
+    puts_(w, "[");
+    for (uint32_t p = 0; p < piece_count; p++) {
+        for (uint32_t i = 0; !pieces[p].is_prompt && i < pieces[p].count; i++) {
+            PUTF(w, "%s%u", first ? "" : ",", pieces[p].tokens[i]);
+            first = false;
+        }
+    }
+    puts_(w, "]");
+}
+
 static void put_usage(writer_t *w, const td_msg_usage_t *u)
 {
     PUTF(w,
@@ -399,6 +414,8 @@ td_status_t rtr_reply_chunk(const rtr_head_t *head, uint32_t index, bool opened,
     if (head->tandem) {
         puts_(&w, ",\"tandem\":{\"logits_xxh\":");
         put_hashes(&w, pieces, piece_count);
+        puts_(&w, ",\"tokens\":");
+        put_token_ids(&w, pieces, piece_count);
         puts_(&w, "}");
     }
     puts_(&w, "}\n\n");
@@ -443,6 +460,11 @@ td_status_t rtr_reply_full(const rtr_head_t *head, const rtr_choice_view_t *choi
         for (uint32_t i = 0; i < count; i++) {
             puts_(&w, i > 0 ? "," : "");
             put_hashes(&w, choices[i].pieces, choices[i].piece_count);
+        }
+        puts_(&w, "],\"tokens\":[");
+        for (uint32_t i = 0; i < count; i++) {
+            puts_(&w, i > 0 ? "," : "");
+            put_token_ids(&w, choices[i].pieces, choices[i].piece_count);
         }
         puts_(&w, "]}");
     }
