@@ -116,12 +116,16 @@ is_ours() { # PID ID
     return 1
 }
 
-process_state() { # PID ID -> running, stopped or dead
+kernel_state() { # PID -> the letter in /proc/PID/stat, or nothing
     local stat=''
+    read -r stat 2>/dev/null <"/proc/$1/stat" || true
+    stat=${stat##*) } # the name before it may hold spaces
+    printf '%s' "${stat%% *}"
+}
+
+process_state() { # PID ID -> running, stopped or dead
     if is_ours "$1" "$2"; then
-        read -r stat 2>/dev/null <"/proc/$1/stat" || true
-        stat=${stat##*) } # the name before it may hold spaces
-        case ${stat%% *} in
+        case $(kernel_state "$1") in
         T | t) echo stopped ;;
         Z | X | '') echo dead ;;
         *) echo running ;;
@@ -232,6 +236,10 @@ start_process() { # ROLE ID HTTP FLAGS...
     pids+=("$!")
     https+=('')
     write_cluster
+    # Until it has become the program it is a copy of this shell, which is_ours() does not know.
+    until is_ours "$!" "$id" || [[ $(kernel_state "$!") =~ ^[ZX]?$ ]]; do
+        sleep 0.01
+    done
 }
 
 wait_ready() { # INDEX
