@@ -245,7 +245,9 @@ start_process() { # ROLE ID HTTP FLAGS...
 wait_ready() { # INDEX
     local i=$1 id=${ids[$1]} address='' bus=''
     until [[ -s $dir/$id.ready ]]; do
-        if [[ $(process_state "${pids[i]}" "$id") == dead ]]; then
+        # Our own child: its number is nobody else's before we have waited for it. Its command line is
+        # empty for a moment whenever setsid and nohup become the next program.
+        if [[ $(kernel_state "${pids[i]}") =~ ^[ZX]?$ ]]; then
             give_up "$id" "$id ended while starting"
         fi
         if [[ $SECONDS -ge $give_up_at ]]; then
