@@ -357,35 +357,35 @@ static td_status_t keep_register(rtr_node_t *node, const td_msg_register_t *r)
     return TD_OK;
 }
 
-/* Ends an older life of that id and gives a clean slot for the new one. */
-static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t *r)
+/* Gives a clean slot to a new life. One that it replaces (*replaced_out) is over, but its tickets
+ * keep their counts until they are moved, which is when the new life is there to take them. */
+static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t *r,
+                                   uint32_t *slot_out, bool *replaced_out)
 {
-    uint32_t slot = slot_of(reg, r->self.id);
+    uint32_t slot = take_slot(reg, r->self.id);
     rtr_node_t *node = NULL;
-    bool is_new = slot == RTR_PLACE_NONE || reg->nodes[slot].incarnation != r->self.incarnation;
 
-    if (slot != RTR_PLACE_NONE && is_new && reg->nodes[slot].live) {
-        end_life(reg, slot, "a new life of it has registered");
-    }
-    slot = take_slot(reg, r->self.id);
     if (slot == RTR_PLACE_NONE) {
         TD_LOG_ERROR("node not registered", "node=%s limit=%u", r->self.id, RTR_SLOTS_MAX);
         return TD_ERR_BUSY;
     }
     node = &reg->nodes[slot];
-    if (is_new) {
+    *slot_out = slot;
+    if (node->incarnation != r->self.incarnation) {
+        *replaced_out = node->live;
         td_str_fini(&node->ucx_address);
         td_str_fini(&node->ucx_rkey);
-        *node = (rtr_node_t){0};
+        *node = (rtr_node_t){.ahead_tokens = node->ahead_tokens,
+                             .prefills = node->prefills,
+                             .sequences = node->sequences,
+                             .promised_blocks = node->promised_blocks};
+        TD_LOG_INFO("node up", "node=%s role=%s endpoint=%s replaces_live=%d", r->self.id,
+                    td_role_name(r->self.role), r->self.endpoint, (int)*replaced_out);
     }
     TD_TRY(td_bus_connect(reg->config.bus, r->self.id, r->self.endpoint, r->self.incarnation));
     TD_TRY(keep_register(node, r));
     if (r->self.role != TD_ROLE_KVSTORE) {
         (void)snprintf(reg->numerics, sizeof(reg->numerics), "%s", r->numerics_class);
-    }
-    if (is_new) {
-        TD_LOG_INFO("node up", "node=%s role=%s endpoint=%s", node->id, td_role_name(node->role),
-                    node->endpoint);
     }
     return TD_OK;
 }
@@ -399,17 +399,26 @@ static void handle_register(rtr_registry_t *reg, const td_msg_t *msg)
                                         .block_bytes = reg->config.block_bytes,
                                         .block_tokens = reg->config.block_tokens}};
     char why[256] = "the router is out of room for it";
+    uint32_t slot = RTR_PLACE_NONE;
+    bool replaced = false;
+    td_status_t status = check_register(reg, msg, why, sizeof(why));
 
-    if (check_register(reg, msg, why, sizeof(why)) != TD_OK ||
-        accept_register(reg, &msg->u.reg) != TD_OK) {
-        send_refusal(reg, msg, why);
-        return;
+    if (status == TD_OK) {
+        status = accept_register(reg, &msg->u.reg, &slot, &replaced);
     }
-    if (td_bus_send(reg->config.bus, msg->u.reg.self.id, &answer) != TD_OK) {
+    if (status != TD_OK) {
+        send_refusal(reg, msg, why);
+    } else if (td_bus_send(reg->config.bus, msg->u.reg.self.id, &answer) != TD_OK) {
         TD_LOG_WARN("registration not answered", "node=%s", msg->u.reg.self.id);
     }
-    count_live(reg);
-    send_peers(reg);
+    if (slot != RTR_PLACE_NONE) {
+        count_live(reg);
+        send_peers(reg);
+    }
+    if (replaced) {
+        td_metric_add(reg->config.metrics->node_deaths, 1);
+        reg->config.node_down(reg->config.ctx, slot);
+    }
 }
 
 static void handle_heartbeat(rtr_registry_t *reg, const td_msg_t *msg)

@@ -48,7 +48,7 @@ typedef struct rtr_registry_config {
     uint32_t block_tokens;
     uint32_t block_bytes;
     void *ctx;
-    /* A life has ended: its slot is still readable, and no longer live. */
+    /* A life has ended: its tickets must leave the slot, which is dead or a new life's by now. */
     void (*node_down)(void *ctx, uint32_t slot);
 } rtr_registry_config_t;
 

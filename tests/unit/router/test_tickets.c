@@ -1,0 +1,946 @@
+/* The router's loop against nodes played by the test: each is a bus of its own in this process. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+#include "common/wire/td_member.h"
+#include "router/rtr_loop.h"
+#include "tests/fuzz/gguf_build.h"
+
+#define WAIT_MS 5000u
+#define BLOCK_TOKENS 16u
+#define NODES_MAX 6u
+
+typedef struct node {
+    td_bus_t *bus;
+    td_role_t role;
+    bool mute; /* sends no heartbeats */
+    uint64_t beat_ns;
+} node_t;
+
+typedef struct fixture {
+    td_str_t file;
+    td_gguf_t *gguf;
+    td_tokenizer_t *tok;
+    td_chat_t *chat;
+    rtr_model_t model;
+    td_metrics_t *registry;
+    rtr_metrics_t metrics;
+    td_bus_t *bus;
+    rtr_gone_t *gone;
+    rtr_loop_t *loop;
+    uint8_t secret[TD_CLUSTER_SECRET_BYTES];
+    uint8_t fingerprint[32];
+    node_t nodes[NODES_MAX];
+    uint32_t node_count;
+    td_msg_arena_t *arena; /* of the last message expected */
+    rtr_request_t *req;
+} fixture_t;
+
+static int setup(void **state)
+{
+    static fixture_t fx;
+    td_bus_config_t bus = {.bind = "tcp://127.0.0.1:*", .id = TD_ROUTER_ID, .incarnation = 77};
+    rtr_loop_config_t loop = {.block_tokens = BLOCK_TOKENS,
+                              .block_bytes = 4096,
+                              .queue_max = 2,
+                              .queue_ms = 300,
+                              .request_timeout_ms = 60000};
+
+    fx = (fixture_t){0};
+    *state = &fx;
+    td_log_init("test", TD_LOG_LEVEL_ERROR);
+    gb_tokenizer(&fx.file);
+    bus.secret = fx.secret;
+    if (td_gguf_open_bytes(fx.file.bytes, fx.file.len, &fx.gguf) != TD_OK ||
+        td_tokenizer_create(fx.gguf, &fx.tok) != TD_OK ||
+        td_chat_create(fx.gguf, &fx.chat) != TD_OK || td_metrics_create(&fx.registry) != TD_OK ||
+        td_bus_create(&bus, &fx.bus) != TD_OK || rtr_gone_create(8, &fx.gone) != TD_OK) {
+        return -1;
+    }
+    rtr_metrics_declare(fx.registry, &fx.metrics);
+    fx.model = (rtr_model_t){.tok = fx.tok,
+                             .chat = fx.chat,
+                             .name = "tiny",
+                             .context_max = 4096,
+                             .allow_placement = true};
+    loop.bus = fx.bus;
+    loop.metrics = &fx.metrics;
+    loop.model = &fx.model;
+    loop.gone = fx.gone;
+    loop.secret = fx.secret;
+    loop.fingerprint = fx.fingerprint;
+    return rtr_loop_create(&loop, &fx.loop) == TD_OK ? 0 : -1;
+}
+
+static int teardown(void **state)
+{
+    fixture_t *fx = *state;
+
+    td_msg_arena_free(fx->arena);
+    rtr_loop_destroy(fx->loop);
+    rtr_request_unref(fx->req);
+    rtr_gone_destroy(fx->gone);
+    for (uint32_t i = 0; i < fx->node_count; i++) {
+        td_bus_destroy(fx->nodes[i].bus);
+    }
+    td_bus_destroy(fx->bus);
+    td_metrics_destroy(fx->registry);
+    td_chat_destroy(fx->chat);
+    td_tokenizer_destroy(fx->tok);
+    td_gguf_close(fx->gguf);
+    td_str_fini(&fx->file);
+    return 0;
+}
+
+/* --- the nodes -------------------------------------------------------------------------------- */
+
+static void send_to_router(node_t *node, td_msg_t *msg)
+{
+    assert_int_equal(td_bus_send(node->bus, TD_ROUTER_ID, msg), TD_OK);
+}
+
+static void beat(node_t *node)
+{
+    td_msg_t msg = {.type = TD_MSG_HEARTBEAT,
+                    .u.heartbeat = {.free_blocks = 1000, .total_blocks = 1000}};
+    if (!node->mute && td_now_ns() - node->beat_ns > 300 * TD_NS_PER_MS) {
+        node->beat_ns = td_now_ns();
+        send_to_router(node, &msg);
+    }
+}
+
+static void spin(fixture_t *fx, node_t *on)
+{
+    for (uint32_t i = 0; i < fx->node_count; i++) {
+        beat(&fx->nodes[i]);
+        td_bus_wait(fx->nodes[i].bus, NULL, 0, 0, NULL);
+    }
+    (void)rtr_loop_step(fx->loop, -1, 1);
+    if (on != NULL) {
+        td_bus_wait(on->bus, NULL, 0, 1, NULL);
+    }
+}
+
+/* The next message of this type to the node; others are dropped. */
+static const td_msg_t *expect(fixture_t *fx, node_t *node, td_msg_type_t type)
+{
+    static td_msg_t msg;
+    uint64_t deadline_ns = td_now_ns() + WAIT_MS * TD_NS_PER_MS;
+
+    while (td_remaining_ns(deadline_ns) > 0) {
+        td_msg_arena_t *arena = NULL;
+        spin(fx, node);
+        while (td_bus_recv(node->bus, &msg, &arena) == TD_OK) {
+            td_msg_arena_free(fx->arena);
+            fx->arena = arena;
+            if (msg.type == type) {
+                return &msg;
+            }
+        }
+    }
+    fail_msg("no message of type %d to %s", (int)type, td_bus_id(node->bus));
+    return NULL;
+}
+
+static void register_node(fixture_t *fx, node_t *node, const char *numerics, bool is_master)
+{
+    td_block_root_fields_t fields = {.fingerprint = fx->fingerprint,
+                                     .numerics_class = numerics,
+                                     .layout_version = TD_KV_LAYOUT_VERSION,
+                                     .codec = TD_KV_CODEC_F16,
+                                     .block_tokens = BLOCK_TOKENS,
+                                     .adapter = "",
+                                     .salt = ""};
+    td_block_root_t root;
+    td_block_key_t probe;
+    td_msg_t msg = {.type = TD_MSG_REGISTER};
+    td_msg_register_t *r = &msg.u.reg;
+
+    td_block_root_make(fx->secret, &fields, &root);
+    td_block_probe_key(&root, BLOCK_TOKENS, &probe);
+    r->self = (td_msg_peer_t){.id = td_bus_id(node->bus),
+                              .role = node->role,
+                              .incarnation = td_bus_incarnation(node->bus),
+                              .endpoint = td_bus_endpoint(node->bus),
+                              .store_master = is_master};
+    r->http = "127.0.0.1:1";
+    r->numerics_class = numerics;
+    r->version = "0";
+    r->context_max = 4096;
+    if (node->role != TD_ROLE_KVSTORE) {
+        r->fingerprint = (td_bytes_t){fx->fingerprint, 32};
+        r->probe_key = (td_bytes_t){probe.bytes, TD_BLOCK_KEY_BYTES};
+    }
+    send_to_router(node, &msg);
+}
+
+static node_t *make_node(fixture_t *fx, td_role_t role, const char *id)
+{
+    node_t *node = &fx->nodes[fx->node_count++];
+    td_bus_config_t bus = {.bind = "tcp://127.0.0.1:*",
+                           .id = id,
+                           .incarnation = td_random_u64() | 1,
+                           .secret = fx->secret};
+
+    *node = (node_t){.role = role, .mute = true};
+    assert_int_equal(td_bus_create(&bus, &node->bus), TD_OK);
+    assert_int_equal(td_bus_connect(node->bus, TD_ROUTER_ID, td_bus_endpoint(fx->bus), 77), TD_OK);
+    return node;
+}
+
+static node_t *add_node(fixture_t *fx, td_role_t role, const char *id)
+{
+    node_t *node = make_node(fx, role, id);
+    register_node(fx, node, "cpu/mixed/r1", false);
+    assert_true(expect(fx, node, TD_MSG_REGISTERED)->u.registered.accepted);
+    node->mute = false;
+    return node;
+}
+
+/* The process is gone and another life of it came: the quickest death there is. */
+static void new_life(fixture_t *fx, node_t *node)
+{
+    td_bus_set_incarnation(node->bus, td_random_u64() | 1);
+    register_node(fx, node, "cpu/mixed/r1", false);
+    assert_true(expect(fx, node, TD_MSG_REGISTERED)->u.registered.accepted);
+}
+
+static void answer_reserve(node_t *node, const td_msg_work_t *w, td_status_t status)
+{
+    td_msg_t msg = {
+        .type = TD_MSG_RESERVED,
+        .u.reserved = {
+            .ticket = w->ticket, .attempt = w->attempt, .status = status, .have_blocks = 1}};
+    send_to_router(node, &msg);
+}
+
+static void send_end(node_t *node, uint64_t ticket, uint32_t attempt, td_status_t status)
+{
+    td_msg_t msg = {.type = TD_MSG_END,
+                    .u.end = {.ticket = ticket,
+                              .attempt = attempt,
+                              .leg = node->role,
+                              .status = status,
+                              .usage = {.cached_local_tokens = 3}}};
+    send_to_router(node, &msg);
+}
+
+static void send_token(node_t *node, uint64_t ticket, uint32_t attempt, uint32_t choice,
+                       uint32_t offset, const char *text, td_finish_t finish)
+{
+    uint32_t token = GB_A;
+    uint64_t hash = 0xab;
+    float logprob = -1;
+    td_msg_t msg = {.type = TD_MSG_TOKENS,
+                    .u.tokens = {.ticket = ticket,
+                                 .attempt = attempt,
+                                 .choice = choice,
+                                 .offset = offset,
+                                 .count = 1,
+                                 .tokens = &token,
+                                 .text = {(const uint8_t *)text, strlen(text)},
+                                 .finish = finish,
+                                 .logprobs = {.count = 1, .token_logprobs = &logprob},
+                                 .hash_count = 1,
+                                 .hashes = &hash}};
+    send_to_router(node, &msg);
+}
+
+/* --- requests --------------------------------------------------------------------------------- */
+
+static rtr_request_t *make_request(fixture_t *fx, rtr_kind_t kind, const char *body)
+{
+    rtr_request_t *req = NULL;
+    rtr_error_t error;
+
+    assert_int_equal(rtr_request_create(kind, &fx->metrics, &req), TD_OK);
+    if (rtr_api_parse(&fx->model, kind, body, strlen(body), &req->params, &error) != TD_OK) {
+        fail_msg("%s", error.message);
+    }
+    return req;
+}
+
+static rtr_request_t *submit(fixture_t *fx, rtr_kind_t kind, const char *body)
+{
+    rtr_request_unref(fx->req);
+    fx->req = make_request(fx, kind, body);
+    assert_int_equal(rtr_loop_submit(fx->loop, rtr_request_ref(fx->req)), TD_OK);
+    return fx->req;
+}
+
+static void wait_end(fixture_t *fx, const rtr_request_t *req)
+{
+    uint64_t deadline_ns = td_now_ns() + WAIT_MS * TD_NS_PER_MS;
+    while (!rtr_request_ended(req) && td_remaining_ns(deadline_ns) > 0) {
+        spin(fx, NULL);
+    }
+    assert_true(rtr_request_ended(req));
+}
+
+static void assert_ended(fixture_t *fx, rtr_request_t *req, rtr_outcome_t outcome, int http,
+                         const char *says)
+{
+    wait_end(fx, req);
+    assert_int_equal(atomic_load(&req->outcome), (int)outcome);
+    assert_int_equal(req->http_status, http);
+    assert_true(req->done && req->ready);
+    if (req->out.bytes == NULL || strstr(req->out.bytes, says) == NULL) {
+        fail_msg("\"%s\" not in: %s", says, req->out.bytes);
+    }
+    assert_int_equal(td_metric_get(fx->metrics.requests[outcome]), 1);
+}
+
+/* Nothing is counted anywhere (I5). */
+static void assert_at_rest(fixture_t *fx)
+{
+    rtr_registry_t *reg = rtr_loop_registry(fx->loop);
+
+    assert_int_equal(rtr_tickets_running(rtr_loop_tickets(fx->loop)), 0);
+    assert_int_equal(rtr_tickets_queued(rtr_loop_tickets(fx->loop)), 0);
+    for (uint32_t i = 0; i < rtr_registry_slots(reg); i++) {
+        const rtr_node_t *node = rtr_registry_node(reg, i);
+        assert_int_equal(node->ahead_tokens, 0);
+        assert_int_equal(node->prefills, 0);
+        assert_int_equal(node->sequences, 0);
+        assert_int_equal(node->promised_blocks, 0);
+    }
+}
+
+#define PROMPT "\"prompt\":[3,4,5,3,4,5,3,4,5,3,4,5,3,4,5,3,4,5],\"max_tokens\":5"
+#define WHOLE "{" PROMPT "}"
+#define STREAM "{" PROMPT ",\"stream\":true,\"stream_options\":{\"include_usage\":true}}"
+
+typedef struct running {
+    uint64_t ticket;
+    uint32_t attempt;
+} running_t;
+
+/* Reserve and Start of one attempt. */
+static running_t start_attempt(fixture_t *fx, node_t *prefill, node_t *decode)
+{
+    const td_msg_work_t *w = &expect(fx, decode, TD_MSG_RESERVE)->u.work;
+    running_t run = {.ticket = w->ticket, .attempt = w->attempt};
+
+    assert_true(w->ticket != 0);
+    assert_string_equal(w->peer_id, td_bus_id(prefill->bus));
+    assert_true(w->peer_incarnation == td_bus_incarnation(prefill->bus));
+    answer_reserve(decode, w, TD_OK);
+    w = &expect(fx, prefill, TD_MSG_START)->u.work;
+    assert_true(w->ticket == run.ticket && w->attempt == run.attempt);
+    assert_string_equal(w->peer_id, td_bus_id(decode->bus));
+    assert_int_equal(w->have_blocks, 1);
+    assert_int_equal(w->prompt_tokens, 18);
+    return run;
+}
+
+static void expect_cancel(fixture_t *fx, node_t *node, running_t run)
+{
+    const td_msg_ticket_t *m = &expect(fx, node, TD_MSG_CANCEL)->u.ticket;
+    assert_true(m->ticket == run.ticket);
+    assert_int_equal(m->attempt, run.attempt);
+}
+
+static void finish_well(node_t *prefill, node_t *decode, running_t run)
+{
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
+    send_token(decode, run.ticket, run.attempt, 0, 1, "llo", TD_FINISH_STOP);
+    send_end(prefill, run.ticket, run.attempt, TD_OK);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+}
+
+/* --- tests ------------------------------------------------------------------------------------ */
+
+static void test_a_request_goes_through_both_legs(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+
+    finish_well(prefill, decode, start_attempt(fx, prefill, decode));
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "\"text\":\"hello\"");
+    assert_non_null(strstr(req->out.bytes, "\"finish_reason\":\"stop\""));
+    assert_non_null(strstr(req->out.bytes, "\"completion_tokens\":2"));
+    assert_non_null(strstr(req->out.bytes, "\"cached_tokens\":3"));
+    assert_non_null(strstr(req->out.bytes, "[\"00000000000000ab\",\"00000000000000ab\"]"));
+    assert_string_equal(req->prefill_id, "p1");
+    assert_string_equal(req->decode_id, "d1");
+    assert_at_rest(fx);
+}
+
+static void test_a_stream_begins_with_its_first_token(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_CHAT,
+                                "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],"
+                                "\"stream\":true,\"stream_options\":{\"include_usage\":true}}");
+    const td_msg_work_t *w = &expect(fx, decode, TD_MSG_RESERVE)->u.work;
+    running_t run = {w->ticket, w->attempt};
+
+    assert_false(req->ready);
+    answer_reserve(decode, w, TD_OK);
+    (void)expect(fx, prefill, TD_MSG_START);
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
+    while (!req->ready) {
+        spin(fx, NULL);
+    }
+    assert_true(req->is_stream && !req->done);
+    send_token(decode, run.ticket, run.attempt, 0, 1, "llo", TD_FINISH_LENGTH);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "{\"role\":\"assistant\",\"content\":\"he\"}");
+    assert_non_null(strstr(req->out.bytes, "{\"content\":\"llo\"}"));
+    assert_non_null(strstr(req->out.bytes, "\"choices\":[],\"usage\":{"));
+    assert_string_equal(req->out.bytes + req->out.len - 14, "data: [DONE]\n\n");
+    assert_at_rest(fx);
+}
+
+static void test_several_prompts_and_choices_have_one_answer(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION,
+                                "{\"prompt\":[[3],[4,5]],\"n\":2,\"max_tokens\":1,\"echo\":true}");
+
+    for (uint32_t i = 0; i < 2; i++) {
+        const td_msg_work_t *w = &expect(fx, decode, TD_MSG_RESERVE)->u.work;
+        running_t run = {w->ticket, w->attempt};
+        const char *const texts[2][2] = {{"A", "B"}, {"C", "D"}};
+        const char *const *text = texts[w->prompt_tokens - 1];
+        assert_int_equal(w->n, 2);
+        answer_reserve(decode, w, TD_OK);
+        (void)expect(fx, prefill, TD_MSG_START);
+        send_token(decode, run.ticket, run.attempt, 1, 0, text[1], TD_FINISH_LENGTH);
+        send_token(decode, run.ticket, run.attempt, 0, 0, text[0], TD_FINISH_LENGTH);
+        send_end(decode, run.ticket, run.attempt, TD_OK);
+    }
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "{\"index\":0,\"text\":\"aA\"");
+    assert_non_null(strstr(req->out.bytes, "{\"index\":1,\"text\":\"aB\""));
+    assert_non_null(strstr(req->out.bytes, "{\"index\":2,\"text\":\"bcC\""));
+    assert_non_null(strstr(req->out.bytes, "{\"index\":3,\"text\":\"bcD\""));
+    assert_non_null(strstr(req->out.bytes, "\"prompt_tokens\":3,\"completion_tokens\":4"));
+    assert_at_rest(fx);
+}
+
+static void test_an_echo_with_logprobs_waits_for_the_prefill_node(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION,
+                                "{" PROMPT ",\"stream\":true,\"echo\":true,\"logprobs\":0}");
+    running_t run = start_attempt(fx, prefill, decode);
+    uint32_t tokens[18] = {0};
+    float logprobs[18] = {0};
+    td_msg_t msg = {.type = TD_MSG_TOKENS,
+                    .u.tokens = {.ticket = run.ticket,
+                                 .attempt = run.attempt,
+                                 .count = 18,
+                                 .tokens = tokens,
+                                 .logprobs = {.count = 18, .token_logprobs = logprobs},
+                                 .is_prompt = true}};
+
+    send_token(decode, run.ticket, run.attempt, 0, 0, "END", TD_FINISH_STOP);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    for (uint32_t i = 0; i < 20; i++) {
+        spin(fx, NULL);
+    }
+    assert_false(req->ready);
+    send_to_router(prefill, &msg);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "\"token_logprobs\":[null,0,");
+    assert_non_null(strstr(req->out.bytes, "abcabcabcabcabcabcEND"));
+    assert_at_rest(fx);
+}
+
+static void test_without_nodes_503(void **state)
+{
+    fixture_t *fx = *state;
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+
+    assert_ended(fx, req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "No prefill node");
+    assert_true(req->retry_after);
+    (void)add_node(fx, TD_ROLE_PREFILL, "p1");
+    req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    wait_end(fx, req);
+    assert_non_null(strstr(req->out.bytes, "No decode node"));
+    assert_at_rest(fx);
+}
+
+static void test_a_busy_node_is_passed_over(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode[2] = {add_node(fx, TD_ROLE_DECODE, "d1"), add_node(fx, TD_ROLE_DECODE, "d2")};
+    rtr_request_t *req =
+        submit(fx, RTR_KIND_COMPLETION, "{" PROMPT ",\"tandem\":{\"prefill\":\"p1\"}}");
+    const td_msg_work_t *w = NULL;
+    uint32_t first = 0;
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+
+    /* Either may be asked first. */
+    for (;;) {
+        spin(fx, decode[first]);
+        if (td_bus_recv(decode[first]->bus, &msg, &arena) == TD_OK) {
+            td_msg_arena_free(fx->arena);
+            fx->arena = arena;
+            if (msg.type == TD_MSG_RESERVE) {
+                w = &msg.u.work;
+                break;
+            }
+        }
+        first = 1 - first;
+    }
+    answer_reserve(decode[first], w, TD_ERR_BUSY);
+    finish_well(prefill, decode[1 - first], start_attempt(fx, prefill, decode[1 - first]));
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "hello");
+    assert_at_rest(fx);
+}
+
+static void test_a_full_cluster_queues_then_429(void **state)
+{
+    fixture_t *fx = *state;
+    rtr_request_t *first = NULL;
+    node_t *decode = NULL;
+
+    (void)add_node(fx, TD_ROLE_PREFILL, "p1");
+    decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    first = rtr_request_ref(submit(fx, RTR_KIND_COMPLETION, WHOLE));
+    answer_reserve(decode, &expect(fx, decode, TD_MSG_RESERVE)->u.work, TD_ERR_BUSY);
+    while (!rtr_request_ended(first)) {
+        td_msg_arena_t *arena = NULL;
+        td_msg_t msg;
+        spin(fx, decode);
+        if (td_bus_recv(decode->bus, &msg, &arena) == TD_OK) {
+            if (msg.type == TD_MSG_RESERVE) {
+                answer_reserve(decode, &msg.u.work, TD_ERR_BUSY);
+            }
+            td_msg_arena_free(arena);
+        }
+    }
+    assert_ended(fx, first, RTR_OUTCOME_REJECTED, 429, "came free in time");
+    assert_true(first->retry_after);
+    rtr_request_unref(first);
+    assert_at_rest(fx);
+}
+
+static void test_a_full_queue_refuses_at_once(void **state)
+{
+    fixture_t *fx = *state;
+    rtr_request_t *waiting[2];
+    rtr_request_t *req = NULL;
+    node_t *decode = NULL;
+
+    (void)add_node(fx, TD_ROLE_PREFILL, "p1");
+    decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    for (uint32_t i = 0; i < 2; i++) {
+        waiting[i] = rtr_request_ref(submit(fx, RTR_KIND_COMPLETION, WHOLE));
+        while (rtr_tickets_queued(rtr_loop_tickets(fx->loop)) < i + 1) {
+            answer_reserve(decode, &expect(fx, decode, TD_MSG_RESERVE)->u.work, TD_ERR_BUSY);
+            spin(fx, NULL);
+        }
+    }
+    req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    assert_ended(fx, req, RTR_OUTCOME_REJECTED, 429, "so is its queue");
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_int_equal(atomic_load(&waiting[i]->outcome), -1);
+        rtr_request_unref(waiting[i]);
+    }
+}
+
+static void test_the_queue_moves_on_when_room_comes(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+
+    answer_reserve(decode, &expect(fx, decode, TD_MSG_RESERVE)->u.work, TD_ERR_BUSY);
+    finish_well(prefill, decode, start_attempt(fx, prefill, decode));
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "hello");
+    assert_at_rest(fx);
+}
+
+static void test_a_busy_prefill_node_is_no_failure(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+
+    for (uint32_t i = 0; i < 4; i++) { /* more often than there are retries */
+        running_t run = start_attempt(fx, prefill, decode);
+        send_end(prefill, run.ticket, run.attempt, TD_ERR_BUSY);
+        expect_cancel(fx, decode, run);
+    }
+    finish_well(prefill, decode, start_attempt(fx, prefill, decode));
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "hello");
+    assert_int_equal(td_metric_get(fx->metrics.retries), 0);
+    assert_at_rest(fx);
+}
+
+static void test_a_failed_hand_off_is_tried_three_times_then_502(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+
+    for (uint32_t i = 0; i < 3; i++) {
+        running_t run = start_attempt(fx, prefill, decode);
+        td_msg_t msg = {
+            .type = TD_MSG_KV_FAILED,
+            .u.ticket = {.ticket = run.ticket, .attempt = run.attempt, .status = TD_ERR_CORRUPT}};
+        assert_int_equal(run.attempt, i + 1);
+        send_to_router(decode, &msg);
+        expect_cancel(fx, prefill, run);
+        expect_cancel(fx, decode, run);
+    }
+    assert_ended(fx, req, RTR_OUTCOME_UPSTREAM_ERROR, 502, "failed on the nodes");
+    assert_false(req->is_stream); /* a proper status, no stream */
+    assert_int_equal(td_metric_get(fx->metrics.retries), 2);
+    assert_at_rest(fx);
+}
+
+static void test_a_request_the_node_cannot_do_is_400(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    send_end(prefill, run.ticket, run.attempt, TD_ERR_INVALID);
+    expect_cancel(fx, decode, run);
+    assert_ended(fx, req, RTR_OUTCOME_BAD_REQUEST, 400, "cannot serve");
+    assert_at_rest(fx);
+}
+
+static void test_a_decode_death_before_the_first_token_goes_unnoticed(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+    node_t *other = add_node(fx, TD_ROLE_DECODE, "d2");
+
+    new_life(fx, decode);
+    expect_cancel(fx, prefill, run);
+    finish_well(prefill, other, start_attempt(fx, prefill, other)); /* not the one that died */
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "[DONE]");
+    assert_int_equal(td_metric_get(fx->metrics.retries), 1);
+    assert_at_rest(fx);
+}
+
+static void test_a_decode_death_in_a_stream_is_an_error_event(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
+    while (!req->ready) {
+        spin(fx, NULL);
+    }
+    new_life(fx, decode);
+    assert_ended(fx, req, RTR_OUTCOME_UPSTREAM_ERROR, 200, "data: {\"error\":{");
+    assert_null(strstr(req->out.bytes, "[DONE]"));
+    assert_at_rest(fx);
+}
+
+static void test_a_decode_death_in_a_whole_answer_begins_anew(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    send_token(decode, run.ticket, run.attempt, 0, 0, "lost", TD_FINISH_NONE);
+    send_end(prefill, run.ticket, run.attempt, TD_OK);
+    for (uint32_t i = 0; i < 10; i++) {
+        spin(fx, NULL);
+    }
+    new_life(fx, decode);
+    run = start_attempt(fx, prefill, decode);
+    send_token(decode, run.ticket, 1, 0, 1, "late", TD_FINISH_NONE); /* of the old attempt */
+    finish_well(prefill, decode, run);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "\"text\":\"hello\"");
+    assert_non_null(strstr(req->out.bytes, "\"completion_tokens\":2"));
+    assert_at_rest(fx);
+}
+
+static void test_a_prefill_death_before_its_leg_is_over_is_retried(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    new_life(fx, prefill);
+    expect_cancel(fx, decode, run);
+    run = start_attempt(fx, prefill, decode);
+    send_end(prefill, run.ticket, run.attempt, TD_OK);
+    for (uint32_t i = 0; i < 10; i++) {
+        spin(fx, NULL);
+    }
+    new_life(fx, prefill); /* its work was done: nothing happens */
+    send_token(decode, run.ticket, run.attempt, 0, 0, "hello", TD_FINISH_STOP);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "hello");
+    assert_int_equal(td_metric_get(fx->metrics.retries), 1);
+    assert_at_rest(fx);
+}
+
+static void test_a_silent_node_is_dead_and_must_begin_a_new_life(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    const td_msg_registered_t *m = NULL;
+
+    (void)start_attempt(fx, prefill, decode);
+    decode->mute = true; /* frozen */
+    assert_ended(fx, req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "No decode node");
+    decode->mute = false;
+    m = &expect(fx, decode, TD_MSG_REGISTERED)->u.registered;
+    assert_false(m->accepted);
+    assert_string_equal(m->error, TD_DEAD_TEXT);
+    register_node(fx, decode, "cpu/mixed/r1", false); /* the old life stays dead */
+    assert_false(expect(fx, decode, TD_MSG_REGISTERED)->u.registered.accepted);
+    new_life(fx, decode);
+    assert_int_equal(rtr_registry_live(rtr_loop_registry(fx->loop), TD_ROLE_DECODE), 1);
+    assert_at_rest(fx);
+}
+
+static void test_tokens_out_of_order_end_the_attempt(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    send_token(decode, run.ticket, run.attempt, 0, 1, "gap", TD_FINISH_NONE);
+    expect_cancel(fx, decode, run);
+    run = start_attempt(fx, prefill, decode);
+    send_end(decode, run.ticket, run.attempt, TD_OK); /* without a finish reason (F4) */
+    expect_cancel(fx, prefill, run);
+    finish_well(prefill, decode, start_attempt(fx, prefill, decode));
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "\"text\":\"hello\"");
+    assert_at_rest(fx);
+}
+
+static void test_a_client_gone_cancels_both_legs(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    rtr_request_mark_gone(req);
+    rtr_loop_wake_gone(fx->loop);
+    expect_cancel(fx, prefill, run);
+    expect_cancel(fx, decode, run);
+    assert_int_equal(atomic_load(&req->outcome), RTR_OUTCOME_CLIENT_GONE);
+    assert_true(req->torn);
+    finish_well(prefill, decode, run); /* too late for anything */
+    for (uint32_t i = 0; i < 10; i++) {
+        spin(fx, NULL);
+    }
+    assert_int_equal(td_metric_get(fx->metrics.requests[RTR_OUTCOME_OK]), 0);
+    assert_at_rest(fx);
+}
+
+static void test_a_client_that_does_not_read_is_cut_off(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+    char *text = calloc(1, (1 << 20) + 1);
+
+    memset(text, 'x', 1 << 20);
+    for (uint32_t i = 0; i < 5; i++) {
+        send_token(decode, run.ticket, run.attempt, 0, i, text, TD_FINISH_NONE);
+    }
+    expect_cancel(fx, decode, run);
+    assert_int_equal(atomic_load(&req->outcome), RTR_OUTCOME_CLIENT_GONE);
+    assert_true(req->torn);
+    free(text);
+    assert_at_rest(fx);
+}
+
+static void test_shutdown_ends_what_is_under_way(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    rtr_loop_drain(fx->loop, 50);
+    assert_ended(fx, req, RTR_OUTCOME_SHUTDOWN, 503, "shutting down");
+    expect_cancel(fx, prefill, run);
+    assert_at_rest(fx);
+}
+
+static void test_an_overdue_request_is_504(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    req->deadline_ns = td_now_ns();
+    expect_cancel(fx, decode, run);
+    assert_ended(fx, req, RTR_OUTCOME_TIMEOUT, 504, "longer than");
+    assert_at_rest(fx);
+}
+
+static void test_a_named_node_must_be_live(void **state)
+{
+    fixture_t *fx = *state;
+    rtr_request_t *req = NULL;
+
+    (void)add_node(fx, TD_ROLE_PREFILL, "p1");
+    (void)add_node(fx, TD_ROLE_DECODE, "d1");
+    req = submit(fx, RTR_KIND_COMPLETION, "{" PROMPT ",\"tandem\":{\"decode\":\"p1\"}}");
+    assert_ended(fx, req, RTR_OUTCOME_BAD_REQUEST, 400, "not live");
+    assert_at_rest(fx);
+}
+
+static void expect_refusal(fixture_t *fx, node_t *node, const char *says)
+{
+    const td_msg_registered_t *m = &expect(fx, node, TD_MSG_REGISTERED)->u.registered;
+    assert_false(m->accepted);
+    if (strstr(m->error, says) == NULL) {
+        fail_msg("\"%s\" not in: %s", says, m->error);
+    }
+}
+
+static void test_nodes_that_do_not_fit_are_refused(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *node = NULL;
+
+    (void)add_node(fx, TD_ROLE_PREFILL, "p1");
+    node = make_node(fx, TD_ROLE_DECODE, "d1");
+    register_node(fx, node, "cpu/exact/r1", false);
+    expect_refusal(fx, node, "numerics class is \"cpu/exact/r1\", the cluster's is");
+    fx->fingerprint[3] ^= 1;
+    register_node(fx, node, "cpu/mixed/r1", false);
+    fx->fingerprint[3] ^= 1;
+    /* The router reads the same array, so by now the node's copy differs. */
+    expect_refusal(fx, node, "wrong model");
+    fx->secret[3] ^= 1;
+    register_node(fx, node, "cpu/mixed/r1", false);
+    fx->secret[3] ^= 1;
+    expect_refusal(fx, node, "secret or block size");
+    register_node(fx, node, "cpu/mixed/r1", false);
+    assert_true(expect(fx, node, TD_MSG_REGISTERED)->u.registered.accepted);
+    assert_int_equal(td_metric_get(fx->metrics.registrations_refused), 3);
+}
+
+static void test_an_id_in_use_is_refused(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *twin = NULL;
+
+    (void)add_node(fx, TD_ROLE_PREFILL, "p1");
+    twin = make_node(fx, TD_ROLE_PREFILL, "p1");
+    register_node(fx, twin, "cpu/mixed/r1", false);
+    expect_refusal(fx, twin, "in use");
+    assert_int_equal(td_metric_get(fx->metrics.node_deaths), 0);
+}
+
+static const td_msg_peer_t *find_peer(const td_msg_t *msg, const char *id)
+{
+    for (uint32_t i = 0; i < msg->u.peers.count; i++) {
+        if (strcmp(msg->u.peers.peers[i].id, id) == 0) {
+            return &msg->u.peers.peers[i];
+        }
+    }
+    return NULL;
+}
+
+static void test_peers_are_told_and_one_master_named(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *stores[3] = {make_node(fx, TD_ROLE_KVSTORE, "s1"), make_node(fx, TD_ROLE_KVSTORE, "s2"),
+                         make_node(fx, TD_ROLE_KVSTORE, "s3")};
+    const td_msg_t *msg = NULL;
+
+    for (uint32_t i = 0; i < 3; i++) { /* s3 is a segment without a region yet */
+        register_node(fx, stores[i], "", i < 2);
+        assert_true(expect(fx, stores[i], TD_MSG_REGISTERED)->u.registered.accepted);
+    }
+    do {
+        msg = expect(fx, prefill, TD_MSG_PEERS);
+    } while (find_peer(msg, "s2") == NULL);
+    assert_non_null(find_peer(msg, "p1"));
+    assert_true(find_peer(msg, "s1")->store_master);
+    assert_false(find_peer(msg, "s2")->store_master);
+    assert_null(find_peer(msg, "s3"));
+    (void)expect(fx, prefill, TD_MSG_LEASE);
+    for (uint32_t i = 1; i < 3; i++) {
+        stores[i]->mute = false;
+    }
+    do { /* the first master falls silent: the next one is named */
+        msg = expect(fx, prefill, TD_MSG_PEERS);
+    } while (find_peer(msg, "s1") != NULL);
+    assert_true(find_peer(msg, "s2")->store_master);
+}
+
+int main(void)
+{
+#define T(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+    const struct CMUnitTest tests[] = {
+        T(test_a_request_goes_through_both_legs),
+        T(test_a_stream_begins_with_its_first_token),
+        T(test_several_prompts_and_choices_have_one_answer),
+        T(test_an_echo_with_logprobs_waits_for_the_prefill_node),
+        T(test_without_nodes_503),
+        T(test_a_busy_node_is_passed_over),
+        T(test_a_full_cluster_queues_then_429),
+        T(test_a_full_queue_refuses_at_once),
+        T(test_the_queue_moves_on_when_room_comes),
+        T(test_a_busy_prefill_node_is_no_failure),
+        T(test_a_failed_hand_off_is_tried_three_times_then_502),
+        T(test_a_request_the_node_cannot_do_is_400),
+        T(test_a_decode_death_before_the_first_token_goes_unnoticed),
+        T(test_a_decode_death_in_a_stream_is_an_error_event),
+        T(test_a_decode_death_in_a_whole_answer_begins_anew),
+        T(test_a_prefill_death_before_its_leg_is_over_is_retried),
+        T(test_a_silent_node_is_dead_and_must_begin_a_new_life),
+        T(test_tokens_out_of_order_end_the_attempt),
+        T(test_a_client_gone_cancels_both_legs),
+        T(test_a_client_that_does_not_read_is_cut_off),
+        T(test_shutdown_ends_what_is_under_way),
+        T(test_an_overdue_request_is_504),
+        T(test_a_named_node_must_be_live),
+        T(test_nodes_that_do_not_fit_are_refused),
+        T(test_an_id_in_use_is_refused),
+        T(test_peers_are_told_and_one_master_named),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
