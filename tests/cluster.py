@@ -18,6 +18,7 @@ import argparse
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOCAL = os.path.join(ROOT, "deploy", "local.sh")
 LOG_TAIL_LINES = 15
 POLL_S = 0.02  # between looks of wait_until()
+# What a process of a sanitizer build, or an assertion of ours, leaves in its log.
+REPORT = re.compile(r"Sanitizer: |runtime error: |assertion failed")
 
 
 class Skip(Exception):
@@ -200,12 +203,28 @@ class Cluster:
     def __exit__(self, kind, error, trace):
         if kind is not None and not issubclass(kind, Skip):
             self.print_logs()
-        self.down()
-        self._remove()
+        try:
+            self.down()
+            self._raise_reports(kind is None)
+        finally:
+            self._remove()
 
     def down(self):
         subprocess.run([LOCAL, "down", "--dir", self.run_dir], stdin=subprocess.DEVNULL,
                        stdout=subprocess.DEVNULL, check=True, env=self.env, timeout=60)
+
+    def _raise_reports(self, may_raise):
+        """Sanitizers report leaks only at the end, when nobody asks for the exit code."""
+        bad = []
+        for process_id in self.processes:
+            log = self.log(process_id)
+            found = REPORT.search(log)
+            if found:
+                bad.append(process_id)
+                print(f"--- {process_id}: report in its log")
+                print(log[max(0, found.start() - 200):found.start() + 6000])
+        if bad and may_raise:
+            raise AssertionError(f"reports in the logs of {', '.join(bad)}")
 
     def _remove(self):
         shutil.rmtree(self.dir, ignore_errors=True)
@@ -346,6 +365,10 @@ def test(function):
     return function
 
 
+def shared_cluster_ends_clean(cluster):
+    cluster.__exit__(None, None, None)
+
+
 def run_one(function, options):
     """Prints the test's line; False when it failed."""
     name = function.__name__
@@ -386,5 +409,5 @@ def main(description=None, add_options=None):
                 ok = run_one(function, options) and ok
     finally:
         for cluster in _shared.values():
-            cluster.__exit__(None, None, None)
+            ok = run_one(shared_cluster_ends_clean, cluster) and ok
     sys.exit(0 if ok else 1)
