@@ -547,7 +547,8 @@ td_status_t rtr_api_parse(const rtr_model_t *model, rtr_kind_t kind, const char 
                           .skip_special = true};
     rtr_error_set(error_out, 500, NULL, NULL, "the request could not be read");
     root = json_loadb(body != NULL ? body : "", len, JSON_DECODE_ANY | JSON_ALLOW_NUL, &where);
-    if (root == NULL && json_error_code(&where) == json_error_out_of_memory) {
+    if (root == NULL && (json_error_code(&where) == json_error_out_of_memory ||
+                         where.text[0] == '\0')) { /* it names every other reason */
         return rtr_no_memory(&ps);
     }
     if (root == NULL) {

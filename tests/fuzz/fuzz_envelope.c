@@ -1,0 +1,290 @@
+/* Decodes any bytes as a message between processes; one that is accepted is encoded and decoded
+ * again and must be the same. Built with a fuzzing engine, or alone: then it replays the corpus and
+ * changes of every byte of it. With the argument --make DIR it writes the corpus. */
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "common/base/td_base.h"
+#include "common/wire/td_msg.h"
+
+#define CORPUS_DIR "tests/fuzz/corpus/envelope"
+#define FILE_BYTES_MAX 65536u
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    td_msg_t msg;
+    td_msg_t again;
+    td_msg_arena_t *arena = NULL;
+    td_msg_arena_t *arena_again = NULL;
+    td_str_t first = {0};
+    td_str_t second = {0};
+
+    if (td_msg_decode(data, size, &msg, &arena) != TD_OK) {
+        return 0;
+    }
+    TD_ASSERT(td_msg_encode(&msg, &first) == TD_OK);
+    TD_ASSERT(td_msg_decode(first.bytes, first.len, &again, &arena_again) == TD_OK);
+    TD_ASSERT(again.type == msg.type && again.sequence == msg.sequence);
+    TD_ASSERT(td_msg_encode(&again, &second) == TD_OK);
+    TD_ASSERT(first.len == second.len && memcmp(first.bytes, second.bytes, first.len) == 0);
+    td_str_fini(&first);
+    td_str_fini(&second);
+    td_msg_arena_free(arena);
+    td_msg_arena_free(arena_again);
+    return 0;
+}
+
+#ifndef TD_FUZZ_ENGINE
+static const uint32_t u32s[] = {1, 2, 300};
+static const uint32_t top_counts[] = {1, 0, 2};
+static const uint32_t segment_of[] = {0, 1};
+static const uint64_t u64s[] = {1, 2, 0xffffffffffffffff};
+static const float floats[] = {-0.5f, -1, -2};
+static const td_block_key_t keys[3] = {{{1}}, {{2}}, {{3}}};
+static const td_status_t statuses[] = {TD_OK, TD_INPROGRESS, TD_ERR_BUSY};
+static const char *const names[] = {"s1", "s2"};
+static const td_bytes_t stops[] = {{(const uint8_t *)"x", 1}, {(const uint8_t *)"yz", 2}};
+
+static void sample(td_msg_type_t type, td_msg_t *msg)
+{
+    static const td_msg_peer_t peers[] = {
+        {.id = "p1", .role = TD_ROLE_PREFILL, .incarnation = 3, .endpoint = "tcp://127.0.0.1:9"},
+        {.id = "s1", .role = TD_ROLE_KVSTORE, .incarnation = 4, .store_master = true}};
+    td_msg_logprobs_t lp = {.count = 3,
+                            .token_logprobs = floats,
+                            .top_counts = top_counts,
+                            .top_total = 3,
+                            .top_tokens = u32s,
+                            .top_logprobs = floats};
+
+    *msg = (td_msg_t){.type = type,
+                      .sender_id = "d1",
+                      .sender_incarnation = 5,
+                      .receiver_incarnation = 6,
+                      .sequence = 7};
+    switch (type) {
+    case TD_MSG_REGISTER:
+        msg->u.reg = (td_msg_register_t){.self = peers[0],
+                                         .http = "127.0.0.1:1",
+                                         .fingerprint = {keys[0].bytes, 32},
+                                         .numerics_class = "cpu/mixed/r1",
+                                         .probe_key = {keys[0].bytes, 16},
+                                         .context_max = 8192,
+                                         .version = "0"};
+        msg->u.reg.self.region = (td_msg_region_t){.ucx_address = {keys[0].bytes, 8},
+                                                   .ucx_rkey = {keys[1].bytes, 8},
+                                                   .base = 4096,
+                                                   .block_count = 2,
+                                                   .block_bytes = 64};
+        break;
+    case TD_MSG_REGISTERED:
+        msg->u.registered = (td_msg_registered_t){.error = "no", .heartbeat_ms = 500};
+        break;
+    case TD_MSG_PEERS:
+        msg->u.peers = (td_msg_peers_t){.version = 2, .count = 2, .peers = peers};
+        break;
+    case TD_MSG_HEARTBEAT:
+        msg->u.heartbeat = (td_msg_heartbeat_t){1, 2, 3, 4, 5};
+        break;
+    case TD_MSG_LEASE:
+        msg->u.lease.lease_ms = 5000;
+        break;
+    case TD_MSG_RESERVE:
+    case TD_MSG_START:
+        msg->u.work = (td_msg_work_t){.ticket = 1,
+                                      .attempt = 1,
+                                      .prompt = u32s,
+                                      .prompt_tokens = 3,
+                                      .temperature = 1,
+                                      .bias_count = 2,
+                                      .bias_tokens = u32s,
+                                      .bias_values = floats,
+                                      .n = 2,
+                                      .max_tokens = 4,
+                                      .stop_count = 2,
+                                      .stops = stops,
+                                      .peer_id = "p1",
+                                      .request_id = "r"};
+        break;
+    case TD_MSG_RESERVED:
+        msg->u.reserved = (td_msg_reserved_t){1, 1, TD_ERR_BUSY, 2};
+        break;
+    case TD_MSG_LAYERS_READY:
+        msg->u.layers = (td_msg_layers_ready_t){
+            .ticket = 1, .layer_end = 2, .count = 3, .blocks = u32s, .epochs = u64s};
+        break;
+    case TD_MSG_KV_READY:
+        msg->u.kv_ready = (td_msg_kv_ready_t){.ticket = 1,
+                                              .count = 3,
+                                              .blocks = u32s,
+                                              .epochs = u64s,
+                                              .checksums = u64s,
+                                              .keys = keys,
+                                              .choice_count = 3,
+                                              .first_tokens = u32s,
+                                              .logprobs = lp,
+                                              .hash_count = 3,
+                                              .hashes = u64s};
+        break;
+    case TD_MSG_TOKENS:
+        msg->u.tokens = (td_msg_tokens_t){.ticket = 1,
+                                          .count = 3,
+                                          .tokens = u32s,
+                                          .text = stops[1],
+                                          .finish = TD_FINISH_STOP,
+                                          .logprobs = lp,
+                                          .stop_match = stops[0]};
+        break;
+    case TD_MSG_END:
+        msg->u.end = (td_msg_end_t){.ticket = 1, .leg = TD_ROLE_DECODE, .status = TD_ERR_BUSY};
+        break;
+    case TD_MSG_PUT_START:
+    case TD_MSG_PUT_RESULT:
+    case TD_MSG_STORE_ORDER:
+    case TD_MSG_STORE_DONE:
+    case TD_MSG_EVICT_ORDER:
+    case TD_MSG_LOOKUP:
+        msg->u.blocks = (td_msg_blocks_t){.request = 1,
+                                          .term = 2,
+                                          .writer_id = "d1",
+                                          .count = 3,
+                                          .keys = keys,
+                                          .statuses = statuses,
+                                          .blocks = u32s,
+                                          .epochs = u64s,
+                                          .checksums = u64s};
+        break;
+    case TD_MSG_LOOKUP_RESULT:
+        msg->u.found = (td_msg_lookup_result_t){.request = 1,
+                                                .segment_count = 2,
+                                                .segment_ids = names,
+                                                .count = 2,
+                                                .segment_of = segment_of,
+                                                .blocks = u32s,
+                                                .epochs = u64s,
+                                                .checksums = u64s};
+        break;
+    default:
+        msg->u.ticket = (td_msg_ticket_t){.ticket = 1, .attempt = 1, .status = TD_ERR_CORRUPT};
+        break;
+    }
+}
+
+static const td_msg_type_t types[] = {
+    TD_MSG_REGISTER,     TD_MSG_REGISTERED,   TD_MSG_PEERS,      TD_MSG_HEARTBEAT,
+    TD_MSG_LEASE,        TD_MSG_RESERVE,      TD_MSG_RESERVED,   TD_MSG_START,
+    TD_MSG_LAYERS_READY, TD_MSG_KV_READY,     TD_MSG_KV_ACK,     TD_MSG_KV_FAILED,
+    TD_MSG_CANCEL,       TD_MSG_TOKENS,       TD_MSG_END,        TD_MSG_PUT_START,
+    TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,  TD_MSG_STORE_DONE, TD_MSG_EVICT_ORDER,
+    TD_MSG_LOOKUP,       TD_MSG_LOOKUP_RESULT};
+
+static int make_corpus(const char *dir)
+{
+    for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
+        char path[4096];
+        td_str_t bytes = {0};
+        td_msg_t msg;
+        FILE *file = NULL;
+        sample(types[i], &msg);
+        (void)snprintf(path, sizeof(path), "%s/type_%d", dir, (int)types[i]);
+        file = fopen(path, "wb");
+        if (file == NULL || td_msg_encode(&msg, &bytes) != TD_OK ||
+            fwrite(bytes.bytes, 1, bytes.len, file) != bytes.len || fclose(file) != 0) {
+            (void)fprintf(stderr, "%s not written\n", path);
+            return 1;
+        }
+        td_str_fini(&bytes);
+    }
+    return 0;
+}
+
+static void replay(const uint8_t *bytes, size_t len)
+{
+    static const uint8_t masks[] = {0x01, 0x08, 0x80, 0xff};
+    uint8_t *copy = td_alloc(len);
+    td_msg_t msg;
+    td_msg_arena_t *arena = NULL;
+
+    TD_ASSERT(copy != NULL);
+    memcpy(copy, bytes, len);
+    TD_ASSERT(td_msg_decode(copy, len, &msg, &arena) == TD_OK); /* the corpus itself is good */
+    td_msg_arena_free(arena);
+    (void)LLVMFuzzerTestOneInput(copy, len);
+    for (size_t i = 0; i < len; i++) {
+        for (size_t m = 0; m < TD_ARRAY_LEN(masks); m++) {
+            copy[i] = bytes[i] ^ masks[m];
+            (void)LLVMFuzzerTestOneInput(copy, len);
+        }
+        copy[i] = bytes[i];
+    }
+    td_free(copy);
+    for (size_t cut = 0; cut < len; cut++) {
+        copy = td_alloc(cut);
+        TD_ASSERT(copy != NULL);
+        memcpy(copy, bytes, cut);
+        (void)LLVMFuzzerTestOneInput(copy, cut);
+        td_free(copy);
+    }
+}
+
+static bool replay_file(const char *dir, const char *name)
+{
+    static uint8_t bytes[FILE_BYTES_MAX];
+    char path[4096];
+    FILE *file = NULL;
+    size_t len = 0;
+
+    (void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+    file = fopen(path, "rb");
+    if (file == NULL) {
+        return false;
+    }
+    len = fread(bytes, 1, sizeof(bytes), file);
+    (void)fclose(file);
+    replay(bytes, len);
+    return true;
+}
+
+int main(int argc, char **argv)
+{
+    const char *dir_path = argc > 1 ? argv[1] : CORPUS_DIR;
+    DIR *dir = NULL;
+    const struct dirent *entry = NULL;
+    uint32_t files = 0;
+    int saved = dup(STDERR_FILENO);
+    int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+
+    if (argc > 2 && strcmp(argv[1], "--make") == 0) {
+        return make_corpus(argv[2]);
+    }
+    dir = opendir(dir_path);
+    if (dir == NULL || saved < 0 || null < 0) {
+        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
+        return 1;
+    }
+    if (getenv("TD_FUZZ_LOG") == NULL) { /* each refusal is a log line */
+        (void)dup2(null, STDERR_FILENO);
+    }
+    while ((entry = readdir(dir)) != NULL) {
+        files += entry->d_name[0] != '.' && replay_file(dir_path, entry->d_name);
+    }
+    (void)dup2(saved, STDERR_FILENO);
+    (void)closedir(dir);
+    (void)close(null);
+    (void)close(saved);
+    if (files == 0) {
+        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
+        return 1;
+    }
+    printf("replayed %u files and changes of every byte\n", files);
+    printf("[  PASSED  ] 1 test(s).\n");
+    return 0;
+}
+#endif

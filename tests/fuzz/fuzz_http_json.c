@@ -1,0 +1,159 @@
+/* Reads any bytes as the body of every route that takes one, and writes an answer from what was
+ * accepted. Built with a fuzzing engine, or alone: then it replays the corpus and changes of every
+ * byte of it. */
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "common/base/td_base.h"
+#include "router/rtr_api.h"
+#include "router/rtr_reply.h"
+#include "tests/fuzz/gguf_build.h"
+
+#define CORPUS_DIR "tests/fuzz/corpus/http_json"
+#define FILE_BYTES_MAX 65536u
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+static const rtr_model_t *tiny_model(void)
+{
+    static rtr_model_t model;
+    static td_tokenizer_t *tok;
+    static td_chat_t *chat;
+    td_str_t file = {0};
+    td_gguf_t *gguf = NULL;
+
+    if (tok == NULL) {
+        gb_tokenizer(&file);
+        TD_ASSERT(td_gguf_open_bytes(file.bytes, file.len, &gguf) == TD_OK);
+        TD_ASSERT(td_tokenizer_create(gguf, &tok) == TD_OK);
+        TD_ASSERT(td_chat_create(gguf, &chat) == TD_OK);
+        td_gguf_close(gguf);
+        td_str_fini(&file);
+        model = (rtr_model_t){
+            .tok = tok, .chat = chat, .name = "tiny", .context_max = 64, .allow_placement = true};
+    }
+    return &model;
+}
+
+/* What every accepted request promises to the nodes. */
+static void check_params(const rtr_params_t *p)
+{
+    TD_ASSERT(p->prompt_count >= 1 && p->prompt_count <= RTR_PROMPTS_MAX);
+    if (p->kind == RTR_KIND_TOKENIZE || p->kind == RTR_KIND_DETOKENIZE) {
+        return;
+    }
+    TD_ASSERT(p->n >= 1 && p->n <= RTR_N_MAX && p->stop_count <= TD_MSG_STOPS_MAX);
+    TD_ASSERT(p->temperature >= 0 && p->temperature <= 2 && p->top_p > 0 && p->top_p <= 1);
+    TD_ASSERT(p->min_p >= 0 && p->min_p < 1 && p->repetition_penalty > 0);
+    for (uint32_t i = 0; i < p->prompt_count; i++) {
+        TD_ASSERT(p->prompts[i].count >= 1 && p->prompts[i].max_tokens >= 1);
+        TD_ASSERT(p->prompts[i].count + p->prompts[i].max_tokens <= 64);
+        TD_ASSERT(p->min_tokens <= p->prompts[i].max_tokens);
+        for (uint32_t k = 0; k < p->prompts[i].count; k++) {
+            TD_ASSERT(p->prompts[i].tokens[k] < GB_VOCAB);
+        }
+    }
+    for (uint32_t i = 0; i < p->stop_count; i++) {
+        TD_ASSERT(p->stops[i].len >= 1 && p->stops[i].len <= TD_MSG_STOP_BYTES_MAX);
+    }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    const rtr_model_t *model = tiny_model();
+
+    for (int kind = RTR_KIND_CHAT; kind <= RTR_KIND_DETOKENIZE; kind++) {
+        rtr_params_t params;
+        rtr_error_t error;
+        td_str_t out = {0};
+        if (rtr_api_parse(model, (rtr_kind_t)kind, (const char *)data, size, &params, &error) ==
+            TD_OK) {
+            check_params(&params);
+            TD_ASSERT(rtr_reply_tokenized(model, &params.prompts[0], &out) == TD_OK);
+            TD_ASSERT(rtr_reply_detokenized(&params.prompts[0], &out) == TD_OK);
+        } else {
+            TD_ASSERT(error.http == 400 || error.http == 404);
+            TD_ASSERT(error.message[0] != '\0' && error.type != NULL);
+            TD_ASSERT(rtr_reply_error(&error, &out) == TD_OK);
+        }
+        td_str_fini(&out);
+        rtr_params_fini(&params);
+    }
+    return 0;
+}
+
+#ifndef TD_FUZZ_ENGINE
+/* Every byte, one at a time, and every length. The copy has just the input's size, so that a
+ * sanitizer sees one byte too many. */
+static void replay(const uint8_t *bytes, size_t len)
+{
+    static const uint8_t masks[] = {0x01, 0x02, 0x10, 0x80};
+    uint8_t *copy = td_alloc(len);
+
+    TD_ASSERT(copy != NULL);
+    memcpy(copy, bytes, len);
+    (void)LLVMFuzzerTestOneInput(copy, len);
+    for (size_t i = 0; i < len; i++) {
+        for (size_t m = 0; m < TD_ARRAY_LEN(masks); m++) {
+            copy[i] = bytes[i] ^ masks[m];
+            (void)LLVMFuzzerTestOneInput(copy, len);
+        }
+        copy[i] = bytes[i];
+    }
+    td_free(copy);
+    for (size_t cut = 0; cut < len; cut++) {
+        copy = td_alloc(cut);
+        TD_ASSERT(copy != NULL);
+        memcpy(copy, bytes, cut);
+        (void)LLVMFuzzerTestOneInput(copy, cut);
+        td_free(copy);
+    }
+}
+
+static bool replay_file(const char *dir, const char *name)
+{
+    static uint8_t bytes[FILE_BYTES_MAX];
+    char path[4096];
+    FILE *file = NULL;
+    size_t len = 0;
+
+    (void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+    file = fopen(path, "rb");
+    if (file == NULL) {
+        return false;
+    }
+    len = fread(bytes, 1, sizeof(bytes), file);
+    (void)fclose(file);
+    replay(bytes, len);
+    return true;
+}
+
+int main(int argc, char **argv)
+{
+    const char *dir_path = argc > 1 ? argv[1] : CORPUS_DIR;
+    DIR *dir = opendir(dir_path);
+    const struct dirent *entry = NULL;
+    uint32_t files = 0;
+
+    while (dir != NULL && (entry = readdir(dir)) != NULL) {
+        files += entry->d_name[0] != '.' && replay_file(dir_path, entry->d_name);
+    }
+    if (dir != NULL) {
+        (void)closedir(dir);
+    }
+    td_chat_destroy((td_chat_t *)(uintptr_t)tiny_model()->chat);
+    td_tokenizer_destroy((td_tokenizer_t *)(uintptr_t)tiny_model()->tok);
+    if (files == 0) {
+        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
+        return 1;
+    }
+    printf("replayed %u files and changes of every byte\n", files);
+    printf("[  PASSED  ] 1 test(s).\n");
+    return 0;
+}
+#endif
