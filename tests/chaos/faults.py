@@ -63,8 +63,9 @@ class Victim:
                                             stderr=log, env=cluster.env)
 
     def joined(self):
-        """Known to the router: a request may be placed on it."""
-        return self.id in self.cluster.request("GET", "/").body.decode()
+        """Alive to the router: a request may be placed on it."""
+        page = self.cluster.request("GET", "/").body.decode()
+        return f"<td>{self.id}</td><td>{self.role}</td><td>live</td>" in page
 
     def fallen(self):
         if self.process.poll() is not None:
