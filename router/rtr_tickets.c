@@ -366,9 +366,20 @@ static void ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
     t->key_count = count;
 }
 
-static bool node_allowed(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t slot,
-                         td_role_t role, bool also_avoided, const char *pinned)
+/* The node a client named. It binds the first try only: when that has failed, others may serve. */
+static const char *pinned_of(const rtr_ticket_t *t, td_role_t role)
 {
+    if (t->retries > 0) {
+        return "";
+    }
+    return role == TD_ROLE_PREFILL ? t->req->params.place_prefill : t->req->params.place_decode;
+}
+
+static bool node_allowed(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t slot,
+                         td_role_t role, bool also_avoided)
+{
+    const char *pinned = pinned_of(t, role);
+
     if (!node->live || node->role != role || rtr_slot_has(&t->tried, slot)) {
         return false;
     }
@@ -386,8 +397,7 @@ static uint32_t choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t, bool al
     for (uint32_t i = 0; i < slots; i++) {
         const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
         ts->prefills[i] = (rtr_prefill_view_t){
-            .allowed = node_allowed(t, node, i, TD_ROLE_PREFILL, also_avoided,
-                                    t->req->params.place_prefill),
+            .allowed = node_allowed(t, node, i, TD_ROLE_PREFILL, also_avoided),
             .ahead_tokens = node->ahead_tokens,
             .match_tokens = ts->match[i] * ts->config.block_tokens,
             .rate = &node->rate,
@@ -405,8 +415,7 @@ static uint32_t choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t, bool als
     for (uint32_t i = 0; i < slots; i++) {
         const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
         ts->decodes[i] = (rtr_decode_view_t){
-            .allowed =
-                node_allowed(t, node, i, TD_ROLE_DECODE, also_avoided, t->req->params.place_decode),
+            .allowed = node_allowed(t, node, i, TD_ROLE_DECODE, also_avoided),
             .running = node->sequences,
             .promised = node->promised_blocks,
             .free_blocks = node->beat.free_blocks,
@@ -516,7 +525,6 @@ static bool pinned_is_missing(const rtr_tickets_t *ts, td_role_t role, const cha
 /* True when the request was refused: a role has no live node, or not the one asked for. */
 static bool refuse_if_none_live(rtr_tickets_t *ts, const rtr_ticket_t *t)
 {
-    const rtr_params_t *p = &t->req->params;
     bool prefill = rtr_registry_live(ts->config.registry, TD_ROLE_PREFILL) > 0;
     bool decode = rtr_registry_live(ts->config.registry, TD_ROLE_DECODE) > 0;
 
@@ -525,8 +533,8 @@ static bool refuse_if_none_live(rtr_tickets_t *ts, const rtr_ticket_t *t)
                      !prefill ? "No prefill node is live." : "No decode node is live.");
         return true;
     }
-    if (pinned_is_missing(ts, TD_ROLE_PREFILL, p->place_prefill) ||
-        pinned_is_missing(ts, TD_ROLE_DECODE, p->place_decode)) {
+    if (pinned_is_missing(ts, TD_ROLE_PREFILL, pinned_of(t, TD_ROLE_PREFILL)) ||
+        pinned_is_missing(ts, TD_ROLE_DECODE, pinned_of(t, TD_ROLE_DECODE))) {
         request_fail(ts, t->req, RTR_OUTCOME_BAD_REQUEST, 400, "no_such_node",
                      "tandem: a node that was named is not live, or has another role.");
         return true;
@@ -608,7 +616,7 @@ static void ticket_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status
                      "The node that served this stream has failed.");
         return;
     }
-    if (t->retries == RTR_RETRIES_MAX) {
+    if (t->retries >= RTR_RETRIES_MAX) {
         request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 502, "upstream_error",
                      "The request failed on the nodes that were tried.");
         return;
@@ -1044,9 +1052,10 @@ static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
                     rtr_registry_node(ts->config.registry, slot)->id);
         attempt_end(ts, t, true);
         rtr_slot_add(&t->tried, slot);
+        t->retries++;
         for (uint32_t i = 0; i < rtr_registry_slots(ts->config.registry); i++) {
-            left += node_allowed(t, rtr_registry_node(ts->config.registry, i), i, TD_ROLE_DECODE,
-                                 true, t->req->params.place_decode);
+            left +=
+                node_allowed(t, rtr_registry_node(ts->config.registry, i), i, TD_ROLE_DECODE, true);
         }
         if (left == 0) {
             request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "no_answer",
