@@ -101,26 +101,30 @@ parse_options() {
 
 # --- processes ------------------------------------------------------------------------------------
 
+kernel_state() { # PID -> the letter in /proc/PID/stat, or nothing
+    local stat=''
+    read -r stat 2>/dev/null <"/proc/$1/stat" || true
+    stat=${stat##*) } # the name before it may hold spaces
+    printf '%s' "${stat%% *}"
+}
+
 # True while PID is the process that this script started as ID: its own ready file is among its
 # arguments, so a later process with the same number is never mistaken for it.
 is_ours() { # PID ID
     local -a words=()
     local i
-    [[ -r /proc/$1/cmdline ]] || return 1
-    mapfile -d '' -t words 2>/dev/null <"/proc/$1/cmdline" || return 1
+    # Empty in a zombie, and for a moment while a process becomes another program.
+    for ((i = 0; i < 50 && ${#words[@]} == 0; i++)); do
+        [[ $i -eq 0 ]] || sleep 0.01
+        [[ ! $(kernel_state "$1") =~ ^[ZX]?$ ]] || return 1
+        mapfile -d '' -t words 2>/dev/null <"/proc/$1/cmdline" || return 1
+    done
     for ((i = 0; i + 1 < ${#words[@]}; i++)); do
         if [[ ${words[i]} == --ready-file && ${words[i + 1]} == "$dir/$2.ready" ]]; then
             return 0
         fi
     done
     return 1
-}
-
-kernel_state() { # PID -> the letter in /proc/PID/stat, or nothing
-    local stat=''
-    read -r stat 2>/dev/null <"/proc/$1/stat" || true
-    stat=${stat##*) } # the name before it may hold spaces
-    printf '%s' "${stat%% *}"
 }
 
 process_state() { # PID ID -> running, stopped or dead
