@@ -176,12 +176,12 @@ static void advance(dcn_node_t *d, dcn_ticket_t *t)
     if (t->state != DCN_FETCHING || t->ready_arena == NULL) {
         return;
     }
+    if (t->fetches > 0) {
+        return; /* also when KV is not needed: choices take the sequence, so nothing may write into it */
+    }
     if (!needs_kv(d, t)) {
         acknowledge(d, t);
         dcn_batch_admit(d, t);
-        return;
-    }
-    if (t->fetches > 0) {
         return;
     }
     if (!all_layers_here(d, t)) {
@@ -236,7 +236,7 @@ void dcn_receive_fetched(dcn_node_t *d, td_node_fetch_t *job)
         dcn_ticket_settle(d, t);
         return;
     }
-    if (job->fetch.status != TD_OK) {
+    if (job->fetch.status != TD_OK && (t->ready_arena == NULL || needs_kv(d, t))) {
         fail(d, t, job->fetch.status);
         return;
     }

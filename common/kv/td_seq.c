@@ -46,6 +46,9 @@ uint32_t td_seq_fini_quarantine(td_seq_t *seq, uint32_t *quarantined_out)
 {
     uint32_t count = 0;
 
+    if (seq->blocks == NULL) {
+        return 0;
+    }
     while (seq->block_count > 0) {
         uint32_t idx = seq->blocks[--seq->block_count];
         if (td_pool_refs(seq->pool, idx) == 1 && !td_pool_is_indexed(seq->pool, idx)) {

@@ -1,4 +1,4 @@
-"""make chaos: the matrix of test_chaos.py, many rounds. Prints each failing cell; exits 1 on any."""
+"""make chaos: the matrix of the test files here, many rounds. Prints each failing cell; exits 1 on any."""
 import argparse
 import os
 import sys

@@ -158,7 +158,7 @@ def run_stream_cell(c, options, action, serial):
 
 def run_lonely_cell(options, role, carrier, action):
     """The only node of a role falls: an OpenAI-shaped 502 or 503 within 10 s."""
-    step = "prefill_chunk" if role == "prefill" else "decode_fetch"
+    step = "prefill_start" if role == "prefill" else "decode_fetch"
     with Cluster(options.bin, kv_memory="256M", env=CARRIERS[carrier], kvstore=0,
                  args_of={f"{role}-1": ["--fault", f"{step}:{action}"]}) as c:
         started = time.monotonic()
@@ -174,6 +174,16 @@ def run_lonely_cell(options, role, carrier, action):
         wait_until(lambda: sum(series()[f'tandem_{kind}_kv_blocks{{state="{s}"}}'] for s in HELD)
                    == 0, 20, "nothing held on the survivor")
         c.kill(f"{role}-1", signal.SIGKILL)
+
+
+def check_matrix(options, role, carrier):
+    """Runs every cell once, prints each, fails at the end with the names of those that failed."""
+    bad = []
+    for name, error in run_matrix(options, role, carrier):
+        print(f"    {name}: {'ok' if error is None else error}", flush=True)
+        if error is not None:
+            bad.append(name)
+    assert not bad, bad
 
 
 def run_matrix(options, role, carrier, rounds=1):

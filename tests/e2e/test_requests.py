@@ -86,6 +86,16 @@ def test_logprobs_echo_and_n(options):
 
 
 @test
+def test_requests_that_end_with_their_first_token(options):
+    with Cluster(options.bin) as c, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        ask = lambda i: c.chat("word " * (50 + i * 7) + str(i), max_tokens=1, n=1 + i % 3)
+        for reply in pool.map(ask, range(40)):
+            assert all(choice["finish_reason"] in ("length", "stop") for choice in reply.choices)
+        assert c.alive("decode-1")
+        wait_at_rest(c)
+
+
+@test
 def test_i5_vanishing_clients_leave_nothing(options):
     total = 200
     with Cluster(options.bin, router_args=["--queue-max", "1000", "--queue-ms", "60000"]) as c:
