@@ -44,7 +44,7 @@ static void hex(const uint8_t *bytes, size_t len, char *out)
 }
 
 /* Made once by an independent program (Python's hashlib): a change of these strands every cached block. */
-static void test_block_key_golden_vectors(void **state)
+static void test_f12_block_keys_are_the_same_in_every_process(void **state)
 {
     td_block_root_t root = root_of("tenant-a", "cpu/mixed/r1", 16);
     uint32_t tokens[40];
@@ -151,7 +151,7 @@ static void test_secret_file_must_be_private_and_long_enough(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_block_key_golden_vectors),
+        cmocka_unit_test(test_f12_block_keys_are_the_same_in_every_process),
         cmocka_unit_test(test_i8_salts_never_share_a_block),
         cmocka_unit_test(test_block_key_chains_over_its_parent),
         cmocka_unit_test(test_partial_key_differs_from_full_key),

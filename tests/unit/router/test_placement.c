@@ -53,7 +53,8 @@ static void test_place_prefill_prefers_the_match_when_load_is_even(void **state)
     assert_int_equal(rtr_place_prefill(views, 3, 512, BLOCK, 0), 1);
 }
 
-static void test_place_prefill_leaves_a_hot_node_when_its_queue_outweighs_the_match(void **state)
+static void
+test_f11_place_prefill_leaves_a_hot_node_when_its_queue_outweighs_the_match(void **state)
 {
     rtr_rate_t rate = rate_of(1000, 0);
     rtr_prefill_view_t views[] = {
@@ -145,7 +146,8 @@ int main(void)
         cmocka_unit_test(test_rate_finds_slope_and_start),
         cmocka_unit_test(test_rate_forgets_what_is_long_ago),
         cmocka_unit_test(test_place_prefill_prefers_the_match_when_load_is_even),
-        cmocka_unit_test(test_place_prefill_leaves_a_hot_node_when_its_queue_outweighs_the_match),
+        cmocka_unit_test(
+            test_f11_place_prefill_leaves_a_hot_node_when_its_queue_outweighs_the_match),
         cmocka_unit_test(test_place_prefill_on_a_miss_takes_the_least_loaded),
         cmocka_unit_test(test_place_prefill_knows_slow_nodes),
         cmocka_unit_test(test_place_prefill_rotates_over_equals_and_says_none),

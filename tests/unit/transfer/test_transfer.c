@@ -140,7 +140,7 @@ static void test_fetch_brings_scattered_blocks_by_tcp(void **state)
     check_all_blocks(*state, TD_CARRIER_TCP);
 }
 
-static void test_fetch_of_a_reused_block_is_stale_by_tcp(void **state)
+static void test_f6_fetch_of_a_reused_block_is_stale(void **state)
 {
     ends_t *ends = *state;
     uint32_t idx = 0;
@@ -222,7 +222,7 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_fetch_brings_scattered_blocks_by_tcp, setup_tcp,
                                         teardown),
-        cmocka_unit_test_setup_teardown(test_fetch_of_a_reused_block_is_stale_by_tcp, setup_tcp,
+        cmocka_unit_test_setup_teardown(test_f6_fetch_of_a_reused_block_is_stale, setup_tcp,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_fetch_from_unknown_peer_is_peer_dead, setup_shm,
                                         teardown),
