@@ -499,6 +499,11 @@ static void try_map(peer_t *peer, const command_t *c)
     }
     if (ucp_rkey_ptr(peer->rkey, c->base, &local) == UCS_OK) {
         peer->mapped = local;
+        /* Nobody but the owner writes (I2): here not even by mistake. */
+        if (mprotect(local, (size_t)c->block_count * c->block_bytes, PROT_READ) != 0) {
+            TD_LOG_DEBUG("peer memory stays writable", "peer=%016llx err=\"%m\"",
+                         (unsigned long long)c->id);
+        }
     }
 }
 

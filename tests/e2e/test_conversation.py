@@ -72,16 +72,16 @@ def test_i8_another_salt_finds_nothing(options):
         assert ask("b").usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def flip_stored_blocks(pid, block_bytes):
-    """Changes one byte of every block in a process's shared memory, behind its back."""
+def flip_stored_blocks(pid, pool_bytes, block_bytes):
+    """Changes one byte of every block of a process's own pool, behind its back."""
     flipped = 0
     with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
         regions = [line.split()[0] for line in maps if "/SYSV" in line or "/dev/shm" in line]
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         for region in regions:
             start, end = (int(text, 16) for text in region.split("-"))
-            if end - start < 16 * block_bytes:
-                continue  # UCX's own
+            if abs(end - start - pool_bytes) > (2 << 20):
+                continue  # UCX's own, or another process's pool that is mapped here
             for at in range(start + 5000, end, block_bytes):
                 memory.seek(at)
                 byte = memory.read(1)[0]
@@ -93,14 +93,15 @@ def flip_stored_blocks(pid, block_bytes):
 
 @test
 def test_f5_wrong_bytes_in_the_store_are_recomputed_never_used(options):
-    with Cluster(options.bin, prefill=2, router_args=["--allow-placement"]) as c:
+    with Cluster(options.bin, prefill=2, router_args=["--allow-placement"],
+                 kvstore_args=["--capacity", "100M"]) as c:
         prompt = "The lighthouse keeper wrote a letter about the storm of that winter. " * 8
         ask = lambda node: c.complete(prompt, max_tokens=12, temperature=0,
                                       tandem={"prefill": node}).json["tandem"]
         right = ask("prefill-1")
         c.wait_until(lambda: c.metrics("kvstore-1")["tandem_kvstore_keys"] >= 7, 10,
                      "blocks in the store")
-        assert flip_stored_blocks(c.pids()["kvstore-1"], 368640) > 0
+        assert flip_stored_blocks(c.pids()["kvstore-1"], 100 << 20, 368640) > 0
         for _ in range(2):  # computed again, then from its own cache: which must be right, too
             got = ask("prefill-2")
             assert (got["tokens"], got["logits_xxh"]) == (right["tokens"], right["logits_xxh"])
