@@ -106,5 +106,6 @@ help:
 	@echo "make up|down    start / stop a cluster on this machine (port 8000)"
 	@echo "make check      set up, build, run every test (SAN=address,undefined or SAN=thread)"
 	@echo "make chaos      kill and freeze every process at every named step, 20 rounds"
+	@echo "make fuzz       libFuzzer over every decoder of outside bytes (FUZZ_SECONDS=60 each)"
 	@echo "make cleanroom  run demo and check in a minimal Debian root"
 	@echo "make bench      figures (see build/bin/tandem-bench --help)"

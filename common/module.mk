@@ -2,6 +2,7 @@ COMMON_SRC := $(wildcard common/base/*.c common/wire/*.c common/transfer/*.c com
                          common/model/*.c common/model/cpu/*.c common/spec/*.c common/node/*.c)
 # Instruction sets are chosen at run time, so only these files are compiled for them.
 # gcc 12 spills the register tiles of these kernels unless told otherwise (DESIGN.md, "Kernels").
-AVX2_FLAGS := -O3 -mavx2 -mfma -mf16c -fno-tree-ter -fno-tree-pre -fno-tree-reassoc
+GCC_TILE_FLAGS := $(if $(findstring clang,$(CC)),,-fno-tree-ter -fno-tree-pre -fno-tree-reassoc)
+AVX2_FLAGS := -O3 -mavx2 -mfma -mf16c $(GCC_TILE_FLAGS)
 CFLAGS_common_model_cpu_td_cpu_avx2 := $(AVX2_FLAGS)
 CFLAGS_common_model_cpu_td_cpu_avx2_rows := $(AVX2_FLAGS)

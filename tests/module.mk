@@ -15,3 +15,23 @@ $(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) -o $@
 endif
+
+# libFuzzer over every decoder of outside bytes: make fuzz FUZZ_SECONDS=60. Needs clang with its runtime;
+# without it the corpus is still replayed by make check.
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS := $(patsubst tests/fuzz/fuzz_%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
+.PHONY: fuzz fuzz-build
+fuzz:
+	@$(MAKE) --no-print-directory CONFIG=fuzz CC=clang OPT="-O1 -g" \
+	    SANFLAGS="-fsanitize=fuzzer-no-link,address,undefined" DEFS="-D_GNU_SOURCE \
+	    -DTD_VERSION='\"$(VERSION)\"' -DTD_TEST_BUILD=1 -DTD_FUZZ_ENGINE=1" fuzz-build
+	@for t in $(FUZZ_TARGETS); do mkdir -p build/fuzz/corpus/$$t; \
+	    echo "fuzz_$$t: $(FUZZ_SECONDS) s"; \
+	    UCX_MEM_EVENTS=n build/fuzz/bin/fuzz_$$t -max_total_time=$(FUZZ_SECONDS) -max_len=65536 \
+	        -artifact_prefix=build/fuzz/ build/fuzz/corpus/$$t tests/fuzz/corpus/$$t \
+	        >build/fuzz/$$t.log 2>&1 || { tail -20 build/fuzz/$$t.log; exit 1; }; \
+	    tail -1 build/fuzz/$$t.log; done
+fuzz-build: $(addprefix $(BIN)/fuzz_,$(FUZZ_TARGETS))
+$(BIN)/fuzz_%: $(B)/tests/fuzz/fuzz_%.o $(NODE_LIBS) $(B)/libtandem.a
+	@mkdir -p $(@D); echo "  LD      $@"
+	@$(CC) -fsanitize=fuzzer $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) -o $@

@@ -1,3 +1,6 @@
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -434,12 +437,23 @@ static td_status_t take_buffers(td_model_t *m)
 
 /* --- load and destroy ----------------------------------------------------------------------- */
 
+#if defined(__x86_64__)
+/* clang 14 does not know "f16c" by name, so it is asked of the CPU (leaf 1, ecx bit 29). */
+static bool cpu_has_f16c(void)
+{
+    unsigned eax = 0;
+    unsigned ebx = 0;
+    unsigned ecx = 0;
+    unsigned edx = 0;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & (1u << 29)) != 0;
+}
+#endif
+
 static td_status_t choose_isa(td_isa_t isa, const td_cpu_ops_t **out)
 {
     bool avx2 = false;
 #if defined(__x86_64__)
-    avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
+    avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c();
 #endif
     if (isa == TD_ISA_AVX2 && !avx2) {
         TD_LOG_ERROR("instruction set not available", "isa=avx2");
