@@ -4,5 +4,12 @@ COMMON_SRC := $(wildcard common/base/*.c common/wire/*.c common/transfer/*.c com
 # gcc 12 spills the register tiles of these kernels unless told otherwise (DESIGN.md, "Kernels").
 GCC_TILE_FLAGS := $(if $(findstring clang,$(CC)),,-fno-tree-ter -fno-tree-pre -fno-tree-reassoc)
 AVX2_FLAGS := -O3 -mavx2 -mfma -mf16c $(GCC_TILE_FLAGS)
+# Kernels hold no lock and touch no shared state but their own rows: ThreadSanitizer would only make
+# whole-cluster tests a hundred times slower.
+ifneq ($(findstring thread,$(SAN)),)
+KERNEL_SAN := -fno-sanitize=thread
+endif
+AVX2_FLAGS += $(KERNEL_SAN)
+CFLAGS_common_model_cpu_td_cpu_portable := $(KERNEL_SAN)
 CFLAGS_common_model_cpu_td_cpu_avx2 := $(AVX2_FLAGS)
 CFLAGS_common_model_cpu_td_cpu_avx2_rows := $(AVX2_FLAGS)
