@@ -92,6 +92,9 @@ endif
 chaos: setup model
 	@$(MAKE) --no-print-directory -j$(shell nproc) CONFIG=test programs
 	@python3 tests/chaos/chaos.py --bin build/test/bin --rounds 20
+bench: setup model
+	@$(MAKE) --no-print-directory -j$(shell nproc) programs
+	@build/bin/tandem-bench model --model $(MODEL)
 cleanroom:
 	@deploy/cleanroom.sh
 check-layers:

@@ -1,0 +1,376 @@
+/* The decode node's tickets and streams with a played router and prefill node; no model runs. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "decode_node/dcn_node.h"
+
+#define MODEL "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+#define BLOCKS 40u
+
+typedef struct world {
+    dcn_node_t *dcn;
+    td_model_info_t info;
+    td_bus_t *router;
+    td_bus_t *prefill;
+    uint8_t *memory;
+} world_t;
+
+static uint8_t secret[TD_CLUSTER_SECRET_BYTES] = {8};
+
+static td_bus_t *bus_of(const char *id, uint64_t incarnation)
+{
+    td_bus_config_t config = {
+        .bind = "tcp://127.0.0.1:*", .id = id, .incarnation = incarnation, .secret = secret};
+    td_bus_t *bus = NULL;
+    assert_int_equal(td_bus_create(&config, &bus), TD_OK);
+    return bus;
+}
+
+static void pair(td_bus_t *a, td_bus_t *b)
+{
+    assert_int_equal(td_bus_connect(a, td_bus_id(b), td_bus_endpoint(b), td_bus_incarnation(b)),
+                     TD_OK);
+    assert_int_equal(td_bus_connect(b, td_bus_id(a), td_bus_endpoint(a), td_bus_incarnation(a)),
+                     TD_OK);
+}
+
+static int setup(void **state)
+{
+    world_t *w = calloc(1, sizeof(*w));
+    dcn_node_t *d = calloc(1, sizeof(*d));
+    td_node_t *n = &d->node;
+    td_member_events_t events = {0};
+    td_msg_register_t self = {.self = {.id = "decode", .role = TD_ROLE_DECODE, .endpoint = "e"},
+                              .http = "",
+                              .numerics_class = "",
+                              .version = ""};
+
+    assert_non_null(w);
+    assert_non_null(d);
+    w->dcn = d;
+    w->info =
+        (td_model_info_t){.vocab_size = 49152,
+                          .context_max = 512,
+                          .kv = {.layers = 2, .kv_heads = 1, .head_dim = 8, .block_tokens = 16}};
+    n->info = &w->info;
+    assert_int_equal(td_metrics_create(&n->proc.metrics), TD_OK);
+    dcn_metrics_declare(d);
+    n->proc.bus = bus_of("decode", 11);
+    w->router = bus_of("router", 22);
+    w->prefill = bus_of("prefill", 33);
+    assert_int_equal(
+        td_member_create(n->proc.bus, td_bus_endpoint(w->router), &self, &events, &n->member),
+        TD_OK);
+    pair(n->proc.bus, w->router);
+    pair(n->proc.bus, w->prefill);
+    assert_int_equal(td_gguf_open(MODEL, &n->gguf), TD_OK);
+    assert_int_equal(td_tokenizer_create(n->gguf, &n->tokenizer), TD_OK);
+    w->memory = calloc(BLOCKS, td_kv_block_bytes(&w->info.kv));
+    assert_int_equal(td_pool_create(w->memory, BLOCKS, td_kv_block_bytes(&w->info.kv), &n->pool),
+                     TD_OK);
+    assert_int_equal(kvs_client_create(n->proc.bus, n->member, n->pool, &d->store), TD_OK);
+    *state = w;
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    world_t *w = *state;
+    td_node_t *n = &w->dcn->node;
+
+    while (w->dcn->tickets != NULL) {
+        dcn_ticket_end(w->dcn, w->dcn->tickets, TD_ERR_CANCELLED);
+    }
+    kvs_client_destroy(w->dcn->store);
+    td_pool_destroy(n->pool);
+    td_member_destroy(n->member);
+    td_tokenizer_destroy(n->tokenizer);
+    td_gguf_close(n->gguf);
+    td_bus_destroy(n->proc.bus);
+    td_bus_destroy(w->router);
+    td_bus_destroy(w->prefill);
+    td_metrics_destroy(n->proc.metrics);
+    td_str_fini(&w->dcn->text);
+    td_str_fini(&w->dcn->raw);
+    free(w->memory);
+    free(w->dcn);
+    free(w);
+    return 0;
+}
+
+/* The next message of a type that a bus gets. */
+static td_msg_t expect(world_t *w, td_bus_t *bus, td_msg_type_t type, td_msg_arena_t **arena)
+{
+    uint64_t deadline = td_now_ns() + 5 * TD_NS_PER_S;
+    td_msg_t msg;
+
+    for (;;) {
+        assert_true(td_now_ns() < deadline);
+        td_bus_wait(w->dcn->node.proc.bus, NULL, 0, 0, NULL);
+        td_bus_wait(bus, NULL, 0, 5, NULL);
+        if (td_bus_recv(bus, &msg, arena) == TD_OK) {
+            if (msg.type == type) {
+                return msg;
+            }
+            td_msg_arena_free(*arena);
+        }
+    }
+}
+
+/* Reserves as if the message had come from the router. */
+static td_status_t reserve(world_t *w, td_msg_work_t work, uint32_t *have_blocks)
+{
+    td_msg_t msg = {.type = TD_MSG_RESERVE, .sender_id = "router", .u.work = work};
+    td_str_t bytes = {0};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t got;
+    td_status_t status = TD_OK;
+
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &got, &arena), TD_OK);
+    dcn_ticket_reserve(w->dcn, &got, &arena);
+    td_msg_arena_free(arena);
+    td_str_fini(&bytes);
+    got = expect(w, w->router, TD_MSG_RESERVED, &arena);
+    status = got.u.reserved.status;
+    *have_blocks = got.u.reserved.have_blocks;
+    td_msg_arena_free(arena);
+    return status;
+}
+
+static td_msg_work_t work_of(uint64_t ticket, uint32_t prompt_tokens, uint32_t max_tokens)
+{
+    static uint32_t prompt[512];
+    for (uint32_t i = 0; i < TD_ARRAY_LEN(prompt); i++) {
+        prompt[i] = 1000 + i;
+    }
+    return (td_msg_work_t){.ticket = ticket,
+                           .attempt = 1,
+                           .budget_ms = 60000,
+                           .prompt = prompt,
+                           .prompt_tokens = prompt_tokens,
+                           .top_p = 1.0f,
+                           .repetition_penalty = 1.0f,
+                           .n = 1,
+                           .max_tokens = max_tokens,
+                           .skip_special = true,
+                           .peer_id = "prefill",
+                           .peer_incarnation = 33,
+                           .request_id = "r"};
+}
+
+static void assert_nothing_held(const world_t *w)
+{
+    td_pool_counts_t c = td_pool_counts(w->dcn->node.pool);
+    assert_int_equal(c.reserved + c.active + c.quarantined, 0);
+}
+
+/* KvReady for a request that needs no KV: all its choices end with the first token. */
+static void ready_first_tokens(world_t *w, const td_msg_work_t *work, const uint32_t *tokens)
+{
+    uint32_t blocks = td_kv_blocks_for(&w->info.kv, work->prompt_tokens);
+    uint32_t zeros[32] = {0};
+    uint64_t numbers[32] = {0};
+    td_block_key_t keys[32] = {{{0}}};
+    td_msg_t msg = {.type = TD_MSG_KV_READY, .sender_id = "prefill"};
+    td_msg_arena_t *arena = NULL;
+    td_str_t bytes = {0};
+    td_msg_t got;
+
+    msg.u.kv_ready = (td_msg_kv_ready_t){.ticket = work->ticket,
+                                         .attempt = work->attempt,
+                                         .count = blocks,
+                                         .blocks = zeros,
+                                         .epochs = numbers,
+                                         .checksums = numbers,
+                                         .keys = keys,
+                                         .choice_count = work->n,
+                                         .first_tokens = tokens};
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &got, &arena), TD_OK);
+    got.sender_incarnation = 33;
+    dcn_receive_ready(w->dcn, &got, &arena);
+    td_msg_arena_free(arena);
+    td_str_fini(&bytes);
+}
+
+static void test_decode_reserves_prompt_and_growth_and_gives_it_back(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work = work_of(1, 40, 50); /* 90 tokens: 6 blocks */
+    uint32_t have = 9;
+
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    assert_int_equal(have, 0);
+    assert_int_equal(td_pool_counts(w->dcn->node.pool).reserved, 6);
+    dcn_ticket_end(w->dcn, dcn_ticket_find(w->dcn, 1, 1), TD_ERR_CANCELLED);
+    assert_nothing_held(w);
+}
+
+static void test_f14_decode_admission_counts_growth_of_every_choice(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work = work_of(1, 40, 50);
+    uint32_t have = 0;
+
+    work.n = 3; /* 6 blocks, twice 6 - 2 shared full ones, and one copy of the shared partial one */
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    assert_int_equal(td_pool_counts(w->dcn->node.pool).reserved, 6 + 2 * 4 + 1);
+    work = work_of(2, 40, 400); /* 28 blocks are not left */
+    assert_int_equal(reserve(w, work, &have), TD_ERR_BUSY);
+    assert_int_equal(td_pool_counts(w->dcn->node.pool).reserved, 15);
+    work = work_of(3, 40, 400);
+    work.n = 3; /* never */
+    assert_int_equal(reserve(w, work, &have), TD_ERR_TOO_LARGE);
+}
+
+static void test_decode_refuses_what_the_model_cannot_hold(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work = work_of(1, 40, 473); /* 513 of 512 */
+    uint32_t have = 0;
+    uint32_t bad[2] = {5, 49152};
+
+    assert_int_equal(reserve(w, work, &have), TD_ERR_INVALID);
+    work = work_of(2, 2, 5);
+    work.prompt = bad;
+    assert_int_equal(reserve(w, work, &have), TD_ERR_INVALID);
+    assert_nothing_held(w);
+}
+
+/* F2: a cancel that overtakes its reservation leaves nothing. */
+static void test_f2_decode_ignores_a_reserve_that_was_cancelled_before(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work = work_of(7, 40, 50);
+    td_msg_t msg = {.type = TD_MSG_RESERVE, .sender_id = "router", .u.work = work};
+    td_msg_arena_t *arena = NULL;
+
+    td_node_forget(&w->dcn->node, 7, 1);
+    dcn_ticket_reserve(w->dcn, &msg, &arena);
+    assert_null(w->dcn->tickets);
+    assert_nothing_held(w);
+}
+
+static void test_decode_higher_attempt_replaces_the_lower(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work = work_of(7, 40, 50);
+    uint32_t have = 0;
+
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    work.attempt = 2;
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    assert_null(dcn_ticket_find(w->dcn, 7, 1));
+    assert_non_null(dcn_ticket_find(w->dcn, 7, 2));
+    assert_int_equal(td_pool_counts(w->dcn->node.pool).reserved, 6);
+}
+
+/* F16: max_tokens 1 gives one token, without any KV; with n the same for each choice. */
+static void test_f16_decode_ends_with_the_first_token(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work = work_of(5, 20, 1);
+    uint32_t tokens[2] = {19556, 28}; /* "Hello" and "," */
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+    uint32_t have = 0;
+
+    work.n = 2;
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    ready_first_tokens(w, &work, tokens);
+    for (uint32_t i = 0; i < 2; i++) {
+        msg = expect(w, w->router, TD_MSG_TOKENS, &arena);
+        assert_int_equal(msg.u.tokens.choice, i);
+        assert_int_equal(msg.u.tokens.count, 1);
+        assert_int_equal(msg.u.tokens.finish, TD_FINISH_LENGTH);
+        assert_memory_equal(msg.u.tokens.text.at, i == 0 ? "Hello" : ",", msg.u.tokens.text.len);
+        td_msg_arena_free(arena);
+    }
+    msg = expect(w, w->router, TD_MSG_END, &arena);
+    assert_int_equal(msg.u.end.status, TD_OK);
+    assert_int_equal(msg.u.end.usage.completion_tokens, 2);
+    td_msg_arena_free(arena);
+    msg = expect(w, w->prefill, TD_MSG_KV_ACK, &arena);
+    td_msg_arena_free(arena);
+    assert_nothing_held(w);
+}
+
+static void test_decode_stop_token_gives_no_text(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work = work_of(5, 20, 10);
+    uint32_t token = 2; /* <|im_end|> */
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+    uint32_t have = 0;
+
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    ready_first_tokens(w, &work, &token);
+    msg = expect(w, w->router, TD_MSG_TOKENS, &arena);
+    assert_int_equal(msg.u.tokens.finish, TD_FINISH_STOP);
+    assert_int_equal(msg.u.tokens.text.len, 0);
+    td_msg_arena_free(arena);
+    assert_nothing_held(w);
+}
+
+/* I3: announcements and results that do not fit the reservation fail the hand-off, and nothing
+ * else. */
+static void test_i3_decode_fails_a_handoff_that_does_not_fit(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work = work_of(5, 40, 10);
+    uint32_t blocks[4] = {0, 1, 2, 3};
+    uint64_t epochs[4] = {1, 1, 1, 1};
+    td_msg_t layers = {.type = TD_MSG_LAYERS_READY, .sender_incarnation = 33};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+    uint32_t have = 0;
+
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    layers.u.layers = (td_msg_layers_ready_t){.ticket = 5,
+                                              .attempt = 1,
+                                              .layer_end = 2,
+                                              .first_block = 0,
+                                              .count = 4, /* the prompt has 3 */
+                                              .blocks = blocks,
+                                              .epochs = epochs};
+    layers.sender_incarnation = 34; /* another life's: ignored */
+    dcn_receive_layers(w->dcn, &layers);
+    assert_non_null(dcn_ticket_find(w->dcn, 5, 1));
+    layers.sender_incarnation = 33;
+    dcn_receive_layers(w->dcn, &layers);
+    assert_null(dcn_ticket_find(w->dcn, 5, 1));
+    msg = expect(w, w->router, TD_MSG_KV_FAILED, &arena);
+    assert_int_equal(msg.u.ticket.status, TD_ERR_PROTOCOL);
+    td_msg_arena_free(arena);
+    assert_nothing_held(w);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_decode_reserves_prompt_and_growth_and_gives_it_back,
+                                        setup, teardown),
+        cmocka_unit_test_setup_teardown(test_f14_decode_admission_counts_growth_of_every_choice,
+                                        setup, teardown),
+        cmocka_unit_test_setup_teardown(test_decode_refuses_what_the_model_cannot_hold, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f2_decode_ignores_a_reserve_that_was_cancelled_before,
+                                        setup, teardown),
+        cmocka_unit_test_setup_teardown(test_decode_higher_attempt_replaces_the_lower, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f16_decode_ends_with_the_first_token, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_decode_stop_token_gives_no_text, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_i3_decode_fails_a_handoff_that_does_not_fit, setup,
+                                        teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
