@@ -25,6 +25,7 @@ typedef struct put {
     uint32_t count;
     uint32_t left;    /* blocks without an answer */
     uint32_t *blocks; /* owned; pinned ones, TD_POOL_NONE once answered */
+    td_block_key_t *keys; /* owned; as offered: a block may leave the index meanwhile */
 } put_t;
 
 struct kvs_client {
@@ -67,6 +68,7 @@ static void put_end(kvs_client_t *c, put_t *put)
         put_unpin(c, put, i - 1); /* last to first: eviction starts at the leaves */
     }
     td_free(put->blocks);
+    td_free(put->keys);
     memset(put, 0, sizeof(*put));
 }
 
@@ -174,8 +176,8 @@ td_status_t kvs_client_put(kvs_client_t *c, const uint32_t *blocks, uint32_t cou
                     .master = master->incarnation,
                     .count = count,
                     .left = count,
-                    .blocks = held};
-    td_free(keys);
+                    .blocks = held,
+                    .keys = keys};
     td_free(numbers);
     return TD_OK;
 
@@ -196,9 +198,8 @@ static void handle_put_result(kvs_client_t *c, const td_msg_t *msg)
         }
         for (uint32_t i = 0; i < msg->u.blocks.count; i++) {
             for (uint32_t k = put->count; k > 0; k--) {
-                uint32_t idx = put->blocks[k - 1];
-                if (idx != TD_POOL_NONE &&
-                    td_block_key_equal(td_pool_key(c->pool, idx), &msg->u.blocks.keys[i])) {
+                if (put->blocks[k - 1] != TD_POOL_NONE &&
+                    td_block_key_equal(&put->keys[k - 1], &msg->u.blocks.keys[i])) {
                     put_unpin(c, put, k - 1);
                     break;
                 }

@@ -63,6 +63,9 @@ static void handle_answer(pfn_node_t *p, const td_msg_t *msg)
     if (msg->type == TD_MSG_KV_ACK && r->state == PFN_WAIT_ACK) {
         pfn_request_end(p, r, TD_OK);
     } else if (msg->type == TD_MSG_KV_FAILED) {
+        if (t->status == TD_ERR_CORRUPT && !r->computing) {
+            pfn_prefix_drop_wrong(p, r);
+        }
         pfn_request_end(p, r, t->status < 0 ? t->status : TD_ERR_PROTOCOL);
     }
 }

@@ -112,6 +112,9 @@ void pfn_request_tick(pfn_node_t *pfn);
 /* pfn_prefix.c */
 /** Takes what is cached here, asks the store for more, then queues the rest for computing. */
 void pfn_prefix_begin(pfn_node_t *pfn, pfn_request_t *request);
+/** After a reader found wrong bytes: cached blocks that no longer match their hash leave the index, so
+ * that the next attempt computes them (I3). */
+void pfn_prefix_drop_wrong(pfn_node_t *pfn, pfn_request_t *request);
 void pfn_prefix_fetched(pfn_node_t *pfn, td_node_fetch_t *job);
 
 /* pfn_batch.c */

@@ -164,3 +164,20 @@ void pfn_prefix_begin(pfn_node_t *p, pfn_request_t *r)
     }
     begin_compute(p, r);
 }
+
+void pfn_prefix_drop_wrong(pfn_node_t *p, pfn_request_t *r)
+{
+    size_t block_bytes = td_pool_block_bytes(p->node.pool);
+
+    for (uint32_t i = 0; i < r->seq.block_count; i++) {
+        uint32_t idx = r->seq.blocks[i];
+        if (td_pool_is_indexed(p->node.pool, idx) &&
+            td_block_content_hash(td_pool_bytes(p->node.pool, idx), block_bytes) !=
+                td_pool_content_hash(p->node.pool, idx)) {
+            td_metric_add(p->node.checksum_failures, 1);
+            TD_LOG_ERROR("cached block is not what was computed", "req=%s block=%u",
+                         r->work.request_id, i);
+            td_pool_unindex(p->node.pool, idx);
+        }
+    }
+}

@@ -111,6 +111,22 @@ def test_f5_wrong_bytes_in_the_store_are_recomputed_never_used(options):
 
 
 @test
+def test_i3_wrong_bytes_in_a_prefill_pool_reach_no_answer(options):
+    # Pools of different sizes: each process maps the others' too.
+    with Cluster(options.bin, decode=2, kvstore=0, prefill_args=["--kv-memory", "110M"],
+                 decode_args=["--kv-memory", "130M"], router_args=["--allow-placement"]) as c:
+        prompt = "The lighthouse keeper wrote a letter about the storm of that winter. " * 8
+        ask = lambda node: c.complete(prompt, max_tokens=12, temperature=0,
+                                      tandem={"decode": node}).json["tandem"]
+        right = ask("decode-1")
+        assert flip_stored_blocks(c.pids()["prefill-1"], 110 << 20, 368640) > 0
+        got = ask("decode-2")  # the wrong blocks are found, dropped, and computed again
+        assert (got["tokens"], got["logits_xxh"]) == (right["tokens"], right["logits_xxh"])
+        assert c.metrics("decode-2")["tandem_decode_checksum_failures_total"] > 0
+        assert c.metrics("prefill-1")["tandem_prefill_checksum_failures_total"] > 0
+
+
+@test
 def test_i9_an_answer_across_a_node_death_is_the_clean_runs(options):
     prompt = "Write a short story about a clockmaker and a river. " * 4
     ask_for = dict(max_tokens=40, temperature=0.8, seed=11, n=2, ignore_eos=True)
