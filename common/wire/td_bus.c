@@ -26,7 +26,7 @@ typedef struct bus_peer {
     char id[TD_MSG_ID_CHARS_MAX + 1];
     char endpoint[256];
     uint64_t incarnation; /* 0 = not known */
-    uint64_t sequence;    /* of the last message sent */
+    uint64_t sequence;    /* of the last message sent; see td_bus_connect() */
     uint64_t seen;        /* sequence of the last message received */
     void *dealer;         /* owned */
     outbox_entry_t *head; /* owned */
@@ -257,6 +257,9 @@ td_status_t td_bus_connect(td_bus_t *bus, const char *id, const char *endpoint,
     (void)snprintf(peer->id, sizeof(peer->id), "%s", id);
     (void)snprintf(peer->endpoint, sizeof(peer->endpoint), "%s", endpoint);
     peer->incarnation = incarnation;
+    /* The other side may know us still, and what it has seen: a new connection of the same two
+     * lives goes on above it. No bus sends a message a nanosecond. */
+    peer->sequence = td_now_ns();
     peer->dealer = zmq_socket(bus->context, ZMQ_DEALER);
     if (peer->dealer == NULL || set_common(peer->dealer) != 0 ||
         set_int(peer->dealer, ZMQ_IMMEDIATE, 1) != 0 ||
@@ -381,11 +384,7 @@ static bool envelope_is_live(td_bus_t *bus, const td_msg_t *msg)
     uint32_t at = peer_find(bus, msg->sender_id);
 
     if (msg->type == TD_MSG_REGISTER || msg->type == TD_MSG_REGISTERED) {
-        /* These make processes known to each other; the receiver checks what they say. A process that
-         * reconnected counts from 1 again, and its registration is the first to arrive. */
-        if (at != UINT32_MAX && bus->peers[at]->incarnation == msg->sender_incarnation) {
-            bus->peers[at]->seen = msg->sequence;
-        }
+        /* These make processes known to each other; the receiver checks what they say. */
         return msg->receiver_incarnation == 0 || msg->receiver_incarnation == bus->incarnation;
     }
     if (msg->receiver_incarnation != bus->incarnation) {

@@ -25,8 +25,8 @@ static td_bus_t *bus_of(const char *id, uint64_t incarnation, const uint8_t *key
     return bus;
 }
 
-/* Waits for the next message; false when none has come in the time. The sender is driven too: what it
- * could not send at once waits in its outbox. */
+/* Waits for the next message; false when none has come in the time. The sender is driven too: what
+ * it could not send at once waits in its outbox. */
 static bool receive(td_bus_t *to, td_bus_t *from, uint32_t wait_ms, td_msg_t *msg,
                     td_msg_arena_t **arena)
 {
@@ -118,6 +118,32 @@ static void test_i7_bus_drops_messages_of_other_incarnations(void **state)
     td_bus_destroy(b);
 }
 
+/* A new router lists nodes as they come, so one node may lose and find a peer that knew it all the
+ * time. */
+static void test_bus_carries_messages_after_one_side_reconnects(void **state)
+{
+    td_bus_t *a = bus_of("a", 11, secret, false);
+    td_bus_t *b = bus_of("b", 22, secret, false);
+    td_msg_t msg = {.type = TD_MSG_LEASE, .u.lease = {.lease_ms = 7}};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t got;
+    (void)state;
+
+    assert_int_equal(td_bus_connect(b, "a", td_bus_endpoint(a), 11), TD_OK);
+    for (int round = 0; round < 3; round++) {
+        assert_int_equal(td_bus_connect(a, "b", td_bus_endpoint(b), 22), TD_OK);
+        for (int i = 0; i < 3; i++) {
+            assert_int_equal(td_bus_send(a, "b", &msg), TD_OK);
+            assert_true(receive(b, a, 5000, &got, &arena));
+            td_msg_arena_free(arena);
+        }
+        td_bus_disconnect(a, "b");
+    }
+    assert_int_equal(td_bus_refused(b), 0);
+    td_bus_destroy(a);
+    td_bus_destroy(b);
+}
+
 /* I6: a peer that is not there fills its outbox and no more. */
 static void test_i6_bus_outbox_is_bounded(void **state)
 {
@@ -175,6 +201,7 @@ int main(void)
         cmocka_unit_test(test_bus_carries_messages_with_curve),
         cmocka_unit_test(test_bus_refuses_a_peer_with_another_secret),
         cmocka_unit_test(test_i7_bus_drops_messages_of_other_incarnations),
+        cmocka_unit_test(test_bus_carries_messages_after_one_side_reconnects),
         cmocka_unit_test(test_i6_bus_outbox_is_bounded),
         cmocka_unit_test(test_bus_survives_garbage_frames),
     };
