@@ -11,9 +11,9 @@ typedef enum metric_kind { KIND_COUNTER, KIND_GAUGE, KIND_HISTOGRAM } metric_kin
 
 struct td_metric {
     metric_kind_t kind;
-    const char *name;
-    const char *labels;
-    const char *help;
+    char *name;         /* owned */
+    const char *labels; /* borrowed for ever */
+    const char *help;   /* borrowed for ever */
     /* Relaxed: a scrape may see one series a moment older than another. */
     atomic_uint_fast64_t value; /* histogram: count */
     atomic_uint_fast64_t sum_ns;
@@ -21,7 +21,7 @@ struct td_metric {
 };
 
 struct td_metrics {
-    uint32_t count;
+    atomic_uint_fast32_t count; /* release when a series is filled in, acquire by who renders */
     td_metric_t series[TD_METRICS_SERIES_MAX];
     td_metric_t spare;
 };
@@ -38,20 +38,31 @@ td_status_t td_metrics_create(td_metrics_t **out)
 
 void td_metrics_destroy(td_metrics_t *metrics)
 {
+    if (metrics == NULL) {
+        return;
+    }
+    for (uint32_t i = 0; i < atomic_load_explicit(&metrics->count, memory_order_acquire); i++) {
+        td_free(metrics->series[i].name);
+    }
     td_free(metrics);
 }
 
 static td_metric_t *metric_new(td_metrics_t *metrics, metric_kind_t kind, const char *name,
                                const char *labels, const char *help)
 {
+    uint32_t at = (uint32_t)atomic_load_explicit(&metrics->count, memory_order_relaxed);
+    char *kept = at < TD_METRICS_SERIES_MAX ? td_strdup(name) : NULL;
     td_metric_t *m = &metrics->spare;
-    if (metrics->count < TD_METRICS_SERIES_MAX) {
-        m = &metrics->series[metrics->count++];
+
+    if (kept != NULL) {
+        m = &metrics->series[at];
+        m->kind = kind;
+        m->name = kept;
+        m->labels = labels;
+        m->help = help;
+        /* A store declares when it has joined, and its status page is read by then. */
+        atomic_store_explicit(&metrics->count, at + 1, memory_order_release);
     }
-    m->kind = kind;
-    m->name = name;
-    m->labels = labels;
-    m->help = help;
     return m;
 }
 
@@ -127,8 +138,9 @@ td_status_t td_metrics_render(const td_metrics_t *metrics, td_str_t *out)
 {
     static const char *const kinds[] = {"counter", "gauge", "histogram"};
     const char *family = "";
+    uint32_t count = (uint32_t)atomic_load_explicit(&metrics->count, memory_order_acquire);
 
-    for (uint32_t i = 0; i < metrics->count; i++) {
+    for (uint32_t i = 0; i < count; i++) {
         const td_metric_t *m = &metrics->series[i];
         if (strcmp(family, m->name) != 0) {
             family = m->name;

@@ -1,6 +1,6 @@
 /* td_metrics.h - counters, gauges and histograms, rendered as Prometheus text.
- * Series are declared once at start; updates are lock-free.
- * Threads: declaring: init; updating and rendering: any. */
+ * Series are declared once; updates are lock-free.
+ * Threads: declaring: one at a time, others may render; updating and rendering: any. */
 #pragma once
 
 #include <stdint.h>
@@ -18,8 +18,8 @@ TD_MUST_CHECK td_status_t td_metrics_create(td_metrics_t **out);
 void td_metrics_destroy(td_metrics_t *metrics);
 /** Declares a series. labels: NULL or e.g. "state=\"free\"" (a closed set, never an id). Series of
  * one name are declared one after the other. Never NULL: past the limit, or out of memory, a spare
- * series is returned that is counted but not shown. Owner: the registry; text is borrowed for ever
- * (literals). */
+ * series is returned that is counted but not shown. Owner: the registry; it copies the name, labels
+ * and help are borrowed for ever (literals). */
 td_metric_t *td_metrics_counter(td_metrics_t *metrics, const char *name, const char *labels,
                                 const char *help);
 td_metric_t *td_metrics_gauge(td_metrics_t *metrics, const char *name, const char *labels,

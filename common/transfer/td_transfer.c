@@ -263,10 +263,8 @@ static td_metric_t *declare(const td_transfer_config_t *c, const char *suffix, c
                             const char *help)
 {
     char name[128];
-    char *kept = NULL;
     (void)snprintf(name, sizeof(name), "%s%s", c->name_prefix, suffix);
-    kept = td_strdup(name); /* the registry borrows names for ever */
-    return kept == NULL ? NULL : td_metrics_counter(c->metrics, kept, labels, help);
+    return td_metrics_counter(c->metrics, name, labels, help);
 }
 
 static void declare_metrics(td_transfer_t *t, const td_transfer_config_t *c)

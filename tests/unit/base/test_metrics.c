@@ -36,6 +36,22 @@ static void test_metrics_render_as_prometheus_text(void **state)
     td_metrics_destroy(metrics);
 }
 
+static void test_metrics_keep_names_of_their_own(void **state)
+{
+    td_metrics_t *metrics = NULL;
+    td_str_t out = {0};
+    char name[] = "made_up_total";
+    (void)state;
+
+    assert_int_equal(td_metrics_create(&metrics), TD_OK);
+    (void)td_metrics_counter(metrics, name, NULL, "help");
+    memset(name, 'x', sizeof(name) - 1);
+    assert_int_equal(td_metrics_render(metrics, &out), TD_OK);
+    assert_non_null(strstr(out.bytes, "made_up_total 0\n"));
+    td_str_fini(&out);
+    td_metrics_destroy(metrics);
+}
+
 static void test_metrics_past_the_limit_are_counted_but_not_shown(void **state)
 {
     td_metrics_t *metrics = NULL;
@@ -54,6 +70,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_metrics_render_as_prometheus_text),
+        cmocka_unit_test(test_metrics_keep_names_of_their_own),
         cmocka_unit_test(test_metrics_past_the_limit_are_counted_but_not_shown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
