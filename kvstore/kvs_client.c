@@ -23,8 +23,8 @@ typedef struct put {
     uint64_t deadline_ns;
     uint64_t master;
     uint32_t count;
-    uint32_t left;    /* blocks without an answer */
-    uint32_t *blocks; /* owned; pinned ones, TD_POOL_NONE once answered */
+    uint32_t left;        /* blocks without an answer */
+    uint32_t *blocks;     /* owned; pinned ones, TD_POOL_NONE once answered */
     td_block_key_t *keys; /* owned; as offered: a block may leave the index meanwhile */
 } put_t;
 

@@ -6,6 +6,7 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
+#include "common/kv/td_key_index.h"
 
 #define NONE UINT32_MAX
 #define SEGMENTS_MAX 256u
@@ -49,8 +50,7 @@ struct kvs_master {
     entry_t *entries; /* owned, [keys_max] */
     uint32_t *free;   /* owned, stack */
     uint32_t free_count;
-    uint32_t *slots; /* owned, hash: entry or NONE; linear probing */
-    uint32_t slot_mask;
+    td_key_index_t index; /* owned: key -> entry */
     uint32_t lru_oldest;
     uint32_t lru_newest;
     segment_t segments[SEGMENTS_MAX];
@@ -67,28 +67,22 @@ td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t key
                               uint64_t term, kvs_master_t **out)
 {
     kvs_master_t *m = td_calloc(1, sizeof(*m));
-    uint32_t slots = 16;
 
     if (m == NULL) {
         return TD_ERR_NO_MEMORY;
     }
-    while (slots < 2 * keys_max) {
-        slots *= 2;
-    }
     m->entries = td_calloc(keys_max, sizeof(*m->entries));
     m->free = td_calloc(keys_max, sizeof(*m->free));
-    m->slots = td_alloc(slots * sizeof(*m->slots));
-    if (m->entries == NULL || m->free == NULL || m->slots == NULL) {
+    if (m->entries == NULL || m->free == NULL ||
+        td_key_index_init(&m->index, keys_max, &m->entries[0].key, sizeof(*m->entries)) != TD_OK) {
         kvs_master_destroy(m);
         return TD_ERR_NO_MEMORY;
     }
-    memset(m->slots, 0xff, slots * sizeof(*m->slots));
     for (uint32_t i = 0; i < keys_max; i++) {
         m->free[i] = keys_max - 1 - i;
     }
     m->free_count = keys_max;
     m->keys_max = keys_max;
-    m->slot_mask = slots - 1;
     m->lru_oldest = NONE;
     m->lru_newest = NONE;
     m->bus = bus;
@@ -115,52 +109,29 @@ void kvs_master_destroy(kvs_master_t *m)
     }
     td_free(m->entries);
     td_free(m->free);
-    td_free(m->slots);
+    td_key_index_fini(&m->index);
     td_free(m);
 }
 
 /* --- index ------------------------------------------------------------------------------------ */
 
-static uint32_t slot_home(const kvs_master_t *m, const td_block_key_t *key)
-{
-    uint32_t hash = 0;
-    memcpy(&hash, key->bytes, sizeof(hash));
-    return hash & m->slot_mask;
-}
-
-static uint32_t slot_find(const kvs_master_t *m, const td_block_key_t *key)
-{
-    uint32_t slot = slot_home(m, key);
-    while (m->slots[slot] != NONE) {
-        if (td_block_key_equal(&m->entries[m->slots[slot]].key, key)) {
-            return slot;
-        }
-        slot = (slot + 1) & m->slot_mask;
-    }
-    return NONE;
-}
-
 static entry_t *entry_find(kvs_master_t *m, const td_block_key_t *key)
 {
-    uint32_t slot = slot_find(m, key);
-    return slot == NONE ? NULL : &m->entries[m->slots[slot]];
+    uint32_t at = td_key_index_find(&m->index, key);
+    return at == TD_KEY_INDEX_NONE ? NULL : &m->entries[at];
 }
 
 static entry_t *entry_add(kvs_master_t *m, const td_block_key_t *key)
 {
-    uint32_t slot = slot_home(m, key);
     uint32_t idx = 0;
 
     if (m->free_count == 0) {
         return NULL;
     }
     idx = m->free[--m->free_count];
-    while (m->slots[slot] != NONE) {
-        slot = (slot + 1) & m->slot_mask;
-    }
-    m->slots[slot] = idx;
     memset(&m->entries[idx], 0, sizeof(m->entries[idx]));
     m->entries[idx].key = *key;
+    td_key_index_add(&m->index, idx);
     return &m->entries[idx];
 }
 
@@ -191,25 +162,6 @@ static void lru_push(kvs_master_t *m, entry_t *e)
     m->lru_newest = idx;
 }
 
-static void slot_remove(kvs_master_t *m, uint32_t slot)
-{
-    uint32_t hole = slot;
-    uint32_t at = slot;
-    for (;;) {
-        uint32_t home = 0;
-        at = (at + 1) & m->slot_mask;
-        if (m->slots[at] == NONE) {
-            break;
-        }
-        home = slot_home(m, &m->entries[m->slots[at]].key);
-        if (((at - home) & m->slot_mask) >= ((at - hole) & m->slot_mask)) {
-            m->slots[hole] = m->slots[at];
-            hole = at;
-        }
-    }
-    m->slots[hole] = NONE;
-}
-
 /* Forgets a key; its segment's block counts as unused from now on. */
 static void entry_remove(kvs_master_t *m, entry_t *e)
 {
@@ -218,7 +170,7 @@ static void entry_remove(kvs_master_t *m, entry_t *e)
         td_metric_set(m->keys_ready, td_metric_get(m->keys_ready) - 1);
     }
     m->segments[e->segment].used--;
-    slot_remove(m, slot_find(m, &e->key));
+    td_key_index_remove(&m->index, (uint32_t)(e - m->entries));
     e->state = ENTRY_FREE;
     m->free[m->free_count++] = (uint32_t)(e - m->entries);
 }

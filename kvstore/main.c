@@ -40,8 +40,7 @@ static void self_describe(const app_t *app, td_msg_register_t *self)
     self->self.role = TD_ROLE_KVSTORE;
     self->self.endpoint = td_bus_endpoint(app->proc.bus);
     /* Not before its memory is there: peers learn a process once in its life, region included. */
-    self->self.store_master =
-        app->master != NULL && (!app->is_segment || app->transfer != NULL);
+    self->self.store_master = app->master != NULL && (!app->is_segment || app->transfer != NULL);
     self->http = td_statusd_address(app->proc.statusd);
     self->numerics_class = "";
     self->version = TD_VERSION;

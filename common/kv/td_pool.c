@@ -5,6 +5,9 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
+#include "common/kv/td_key_index.h"
+
+_Static_assert(TD_POOL_NONE == TD_KEY_INDEX_NONE, "one value says none");
 
 typedef enum block_state {
     BLOCK_FREE,
@@ -37,8 +40,7 @@ struct td_pool {
     uint32_t quarantined;
     uint32_t lru_oldest; /* TD_POOL_NONE when no block is cached */
     uint32_t lru_newest;
-    uint32_t *slots; /* owned, hash index: block idx or TD_POOL_NONE; linear probing */
-    uint32_t slot_mask;
+    td_key_index_t index; /* owned: key -> block */
     uint64_t evictions;
 };
 
@@ -47,7 +49,6 @@ td_status_t td_pool_create(uint8_t *bytes, uint32_t block_count, size_t block_by
 {
     td_status_t status = TD_ERR_NO_MEMORY;
     td_pool_t *pool = NULL;
-    uint32_t slot_count = 4;
     size_t total = 0;
 
     TD_ASSERT(out != NULL);
@@ -56,9 +57,6 @@ td_status_t td_pool_create(uint8_t *bytes, uint32_t block_count, size_t block_by
         status = TD_ERR_INVALID;
         goto err;
     }
-    while (slot_count < 2 * block_count) {
-        slot_count *= 2;
-    }
     pool = td_calloc(1, sizeof(*pool));
     if (pool == NULL) {
         goto err;
@@ -66,16 +64,14 @@ td_status_t td_pool_create(uint8_t *bytes, uint32_t block_count, size_t block_by
     pool->meta = td_calloc(block_count, sizeof(*pool->meta));
     pool->epochs = td_calloc(block_count, sizeof(*pool->epochs));
     pool->free_stack = td_calloc(block_count, sizeof(*pool->free_stack));
-    pool->slots = td_alloc(slot_count * sizeof(*pool->slots));
     if (pool->meta == NULL || pool->epochs == NULL || pool->free_stack == NULL ||
-        pool->slots == NULL) {
+        td_key_index_init(&pool->index, block_count, &pool->meta[0].key, sizeof(*pool->meta)) !=
+            TD_OK) {
         goto err_free;
     }
     pool->bytes = bytes;
     pool->block_bytes = block_bytes;
     pool->block_count = block_count;
-    pool->slot_mask = slot_count - 1;
-    memset(pool->slots, 0xff, slot_count * sizeof(*pool->slots));
     pool->lru_oldest = TD_POOL_NONE;
     pool->lru_newest = TD_POOL_NONE;
     for (uint32_t i = 0; i < block_count; i++) {
@@ -90,7 +86,7 @@ err_free:
     td_free(pool->meta);
     td_free(pool->epochs);
     td_free(pool->free_stack);
-    td_free(pool->slots);
+    td_key_index_fini(&pool->index);
     td_free(pool);
 err:
     TD_LOG_ERROR("kv pool not created", "status=%s blocks=%u block_bytes=%zu",
@@ -110,49 +106,8 @@ void td_pool_destroy(td_pool_t *pool)
     td_free(pool->meta);
     td_free(pool->epochs);
     td_free(pool->free_stack);
-    td_free(pool->slots);
+    td_key_index_fini(&pool->index);
     td_free(pool);
-}
-
-/* --- hash index: linear probing, backward-shift deletion ------------------------------------- */
-
-static uint32_t slot_home(const td_pool_t *pool, const td_block_key_t *key)
-{
-    uint32_t hash = 0;
-    memcpy(&hash, key->bytes, sizeof(hash)); /* keys are keyed hashes: any four bytes will do */
-    return hash & pool->slot_mask;
-}
-
-static uint32_t slot_find(const td_pool_t *pool, const td_block_key_t *key)
-{
-    uint32_t slot = slot_home(pool, key);
-    while (pool->slots[slot] != TD_POOL_NONE) {
-        if (td_block_key_equal(&pool->meta[pool->slots[slot]].key, key)) {
-            return slot;
-        }
-        slot = (slot + 1) & pool->slot_mask;
-    }
-    return TD_POOL_NONE;
-}
-
-static void slot_remove(td_pool_t *pool, uint32_t slot)
-{
-    uint32_t hole = slot;
-    uint32_t at = slot;
-    for (;;) {
-        uint32_t home = 0;
-        at = (at + 1) & pool->slot_mask;
-        if (pool->slots[at] == TD_POOL_NONE) {
-            break;
-        }
-        home = slot_home(pool, &pool->meta[pool->slots[at]].key);
-        /* Move the entry back unless its home lies cyclically in (hole, at]. */
-        if (((at - home) & pool->slot_mask) >= ((at - hole) & pool->slot_mask)) {
-            pool->slots[hole] = pool->slots[at];
-            hole = at;
-        }
-    }
-    pool->slots[hole] = TD_POOL_NONE;
 }
 
 /* --- list of cached blocks ------------------------------------------------------------------- */
@@ -199,9 +154,7 @@ static void block_to_free(td_pool_t *pool, uint32_t idx)
 
 static void index_drop(td_pool_t *pool, uint32_t idx)
 {
-    uint32_t slot = slot_find(pool, &pool->meta[idx].key);
-    TD_ASSERT(slot != TD_POOL_NONE && pool->slots[slot] == idx);
-    slot_remove(pool, slot);
+    td_key_index_remove(&pool->index, idx);
     pool->meta[idx].indexed = false;
 }
 
@@ -291,17 +244,13 @@ td_status_t td_pool_index(td_pool_t *pool, uint32_t idx, const td_block_key_t *k
                           uint64_t content_hash)
 {
     block_meta_t *m = &pool->meta[idx];
-    uint32_t slot = slot_home(pool, key);
 
     TD_ASSERT(idx < pool->block_count && m->state == BLOCK_ACTIVE && !m->indexed);
-    if (slot_find(pool, key) != TD_POOL_NONE) {
+    if (td_key_index_find(&pool->index, key) != TD_KEY_INDEX_NONE) {
         return TD_ERR_EXISTS;
     }
-    while (pool->slots[slot] != TD_POOL_NONE) {
-        slot = (slot + 1) & pool->slot_mask;
-    }
-    pool->slots[slot] = idx;
     m->key = *key;
+    td_key_index_add(&pool->index, idx);
     m->content_hash = content_hash;
     m->indexed = true;
     return TD_OK;
@@ -327,8 +276,7 @@ bool td_pool_is_indexed(const td_pool_t *pool, uint32_t idx)
 
 uint32_t td_pool_find(const td_pool_t *pool, const td_block_key_t *key)
 {
-    uint32_t slot = slot_find(pool, key);
-    return slot == TD_POOL_NONE ? TD_POOL_NONE : pool->slots[slot];
+    return td_key_index_find(&pool->index, key);
 }
 
 uint32_t td_pool_match(td_pool_t *pool, const td_block_key_t *keys, uint32_t count,

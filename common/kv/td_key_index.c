@@ -1,0 +1,85 @@
+#include "common/kv/td_key_index.h"
+
+#include <string.h>
+
+#include "common/base/td_base.h"
+
+static const td_block_key_t *key_at(const td_key_index_t *x, uint32_t entry)
+{
+    return (const td_block_key_t *)(const void *)(x->keys + (size_t)entry * x->stride);
+}
+
+static uint32_t home_of(const td_key_index_t *x, const td_block_key_t *key)
+{
+    uint32_t hash = 0;
+    memcpy(&hash, key->bytes, sizeof(hash)); /* keys are keyed hashes: any four bytes will do */
+    return hash & x->mask;
+}
+
+td_status_t td_key_index_init(td_key_index_t *x, uint32_t capacity, const td_block_key_t *first_key,
+                              size_t stride)
+{
+    uint32_t slots = 4;
+    while (slots < 2 * capacity) {
+        slots *= 2;
+    }
+    x->slots = td_alloc(slots * sizeof(*x->slots));
+    if (x->slots == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    memset(x->slots, 0xff, slots * sizeof(*x->slots));
+    x->mask = slots - 1;
+    x->keys = (const uint8_t *)first_key;
+    x->stride = stride;
+    return TD_OK;
+}
+
+void td_key_index_fini(td_key_index_t *x)
+{
+    td_free(x->slots);
+    x->slots = NULL;
+}
+
+static uint32_t slot_of(const td_key_index_t *x, const td_block_key_t *key)
+{
+    uint32_t slot = home_of(x, key);
+    while (x->slots[slot] != TD_KEY_INDEX_NONE &&
+           !td_block_key_equal(key_at(x, x->slots[slot]), key)) {
+        slot = (slot + 1) & x->mask;
+    }
+    return slot;
+}
+
+uint32_t td_key_index_find(const td_key_index_t *x, const td_block_key_t *key)
+{
+    return x->slots[slot_of(x, key)];
+}
+
+void td_key_index_add(td_key_index_t *x, uint32_t entry)
+{
+    uint32_t slot = slot_of(x, key_at(x, entry));
+    TD_ASSERT(x->slots[slot] == TD_KEY_INDEX_NONE);
+    x->slots[slot] = entry;
+}
+
+void td_key_index_remove(td_key_index_t *x, uint32_t entry)
+{
+    uint32_t hole = slot_of(x, key_at(x, entry));
+    uint32_t at = hole;
+
+    TD_ASSERT(x->slots[hole] == entry);
+    for (;;) {
+        uint32_t home = 0;
+        at = (at + 1) & x->mask;
+        if (x->slots[at] == TD_KEY_INDEX_NONE) {
+            break;
+        }
+        home = home_of(x, key_at(x, x->slots[at]));
+        /* Move the entry back unless its home lies cyclically in (hole, at]. */
+        if (((at - home) & x->mask) >= ((at - hole) & x->mask)) {
+            x->slots[hole] = x->slots[at];
+            hole = at;
+        }
+    }
+    x->slots[hole] = TD_KEY_INDEX_NONE;
+}

@@ -1,0 +1,31 @@
+/* td_key_index.h - finds which of an array of entries has a block key: open addressing with linear
+ * probing and backward-shift deletion. The keys stay in the caller's entries.
+ * Threads: owner. No call after init allocates. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/base/td_status.h"
+#include "common/kv/td_block_key.h"
+
+#define TD_KEY_INDEX_NONE UINT32_MAX
+
+typedef struct td_key_index {
+    uint32_t *slots; /* owned; entry or TD_KEY_INDEX_NONE */
+    uint32_t mask;
+    const uint8_t *keys; /* borrowed: key of entry i at keys + i * stride */
+    size_t stride;       /* bytes */
+} td_key_index_t;
+
+/** Makes an empty index for at most capacity entries (half of the slots stay free).
+ * Errors: TD_ERR_NO_MEMORY; the index is then as td_key_index_fini() leaves it. */
+TD_MUST_CHECK td_status_t td_key_index_init(td_key_index_t *index, uint32_t capacity,
+                                            const td_block_key_t *first_key, size_t stride);
+void td_key_index_fini(td_key_index_t *index);
+/** The entry of a key, or TD_KEY_INDEX_NONE. O(1) expected. */
+uint32_t td_key_index_find(const td_key_index_t *index, const td_block_key_t *key);
+/** Adds an entry whose key is not there yet. */
+void td_key_index_add(td_key_index_t *index, uint32_t entry);
+/** Removes an entry that is there; its key must still be in place. */
+void td_key_index_remove(td_key_index_t *index, uint32_t entry);
