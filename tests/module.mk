@@ -7,7 +7,7 @@ tests: $(TEST_BIN)
 $(BIN)/tests/%: $(B)/tests/%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(CMOCKA_LIBS) -o $@
-.PRECIOUS: $(B)/tests/%.o
+.SECONDARY:
 BENCH_SRC := $(wildcard tests/bench/*.c)
 ifneq ($(BENCH_SRC),)
 PROGRAMS += tandem-bench
