@@ -15,6 +15,8 @@
 #define RECONNECT_MS 20
 #define RECONNECT_MS_MAX 500
 #define OUTBOX_POLL_MS 5u
+#define REFUSED_PER_RECV                                                                           \
+    64u /* then the caller's loop goes on: a flood of garbage must not hold it */
 
 typedef struct outbox_entry {
     struct outbox_entry *next;
@@ -344,6 +346,10 @@ td_status_t td_bus_send(td_bus_t *bus, const char *id, td_msg_t *msg)
     msg->sequence = ++peer->sequence;
     td_str_clear(&bus->scratch);
     TD_TRY(td_msg_encode(msg, &bus->scratch));
+    if (msg->type == TD_MSG_REGISTER) {
+        outbox_clear(bus,
+                     peer); /* it makes what waits void; they must not pile up for a router away */
+    }
     flush_peer(bus, peer);
     if (peer->head == NULL &&
         zmq_send(peer->dealer, bus->scratch.bytes, bus->scratch.len, ZMQ_DONTWAIT) >= 0) {
@@ -413,7 +419,7 @@ static td_status_t recv_frame(td_bus_t *bus, zmq_msg_t *frame, bool *more)
 
 td_status_t td_bus_recv(td_bus_t *bus, td_msg_t *msg_out, td_msg_arena_t **arena_out)
 {
-    for (;;) {
+    for (uint32_t refused = 0; refused < REFUSED_PER_RECV; refused++) {
         zmq_msg_t frame;
         bool more = true;
         uint32_t frames = 0;
@@ -444,6 +450,7 @@ td_status_t td_bus_recv(td_bus_t *bus, td_msg_t *msg_out, td_msg_arena_t **arena
         }
         bus->refused++;
     }
+    return TD_ERR_NOT_FOUND;
 }
 
 uint64_t td_bus_refused(const td_bus_t *bus)

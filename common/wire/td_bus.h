@@ -57,8 +57,8 @@ TD_MUST_CHECK td_status_t td_bus_send(td_bus_t *bus, const char *id, td_msg_t *m
  * Shape: readable_out [fd_count]. Units: timeout_ms, 0 = look only. */
 void td_bus_wait(td_bus_t *bus, const int *fds, uint32_t fd_count, uint32_t timeout_ms,
                  bool *readable_out);
-/** Takes the next message. Foreign, stale and malformed ones are counted and skipped.
- * Errors: TD_ERR_NOT_FOUND (none waiting).
+/** Takes the next message. Foreign, stale and malformed ones are counted and skipped, a bounded
+ * number in one call. Errors: TD_ERR_NOT_FOUND (none waiting, or none among those looked at).
  * Owner:  as td_msg_decode(). */
 TD_MUST_CHECK td_status_t td_bus_recv(td_bus_t *bus, td_msg_t *msg_out, td_msg_arena_t **arena_out);
 uint64_t td_bus_refused(const td_bus_t *bus);

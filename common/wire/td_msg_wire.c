@@ -2,15 +2,21 @@
  * nothing is copied but the bytes on the wire; decoding lends protobuf's arrays to the caller. */
 #include "common/wire/td_msg.h"
 
+#include <stdatomic.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "proto/tandem.pb-c.h"
 
 #define PB(type) Tandem__V1__##type
 /* protobuf-c has no const; nothing below writes through these. */
 #define UNCONST(type, ptr) ((type *)(uintptr_t)(ptr))
+/* Memory that a message may take: an honest one needs 4 bytes for a byte of packed numbers, a
+ * dishonest one 50 and more for each empty string or peer of two bytes. */
+#define UNPACKED_BYTES_MAX(len) (65536u + 8 * (len))
+#define REFUSAL_LOG_MS 100u
 
 struct td_msg_arena {
     PB(Envelope) * envelope; /* owned */
@@ -521,11 +527,25 @@ td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out)
 
 /* --- decoding -------------------------------------------------------------------------------- */
 
+/* Garbage comes in floods; its log lines do not. */
+static bool refusal_is_logged(void)
+{
+    static atomic_uint_fast64_t next_ns; /* relaxed: a line more or less */
+    uint64_t now = td_now_ns();
+    if (now < atomic_load_explicit(&next_ns, memory_order_relaxed)) {
+        return false;
+    }
+    atomic_store_explicit(&next_ns, now + REFUSAL_LOG_MS * TD_NS_PER_MS, memory_order_relaxed);
+    return true;
+}
+
 /* Every check reads as: what must hold, else the name of what was wrong goes into the log line. */
 #define MUST(cond, what)                                                                           \
     do {                                                                                           \
         if (!(cond)) {                                                                             \
-            TD_LOG_WARN("message refused", "why=\"%s\"", what);                                    \
+            if (refusal_is_logged()) {                                                             \
+                TD_LOG_WARN("message refused", "why=\"%s\"", what);                                \
+            }                                                                                      \
             return TD_ERR_PROTOCOL;                                                                \
         }                                                                                          \
     } while (0)
@@ -961,12 +981,26 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
     return TD_ERR_PROTOCOL;
 }
 
-/* ctx, if any, hears of a failure: unpacking answers NULL for bad bytes and for lack of memory alike. */
+/* Why unpacking answered NULL: bad bytes, or one of these. */
+typedef struct unpack_budget {
+    size_t left; /* bytes */
+    bool too_large;
+    bool no_memory;
+} unpack_budget_t;
+
 static void *arena_alloc(void *ctx, size_t bytes)
 {
-    void *ptr = td_alloc(bytes);
-    if (ptr == NULL && ctx != NULL) {
-        *(bool *)ctx = true;
+    unpack_budget_t *budget = ctx;
+    void *ptr = NULL;
+
+    if (bytes > budget->left) {
+        budget->too_large = true;
+        return NULL;
+    }
+    budget->left -= bytes;
+    ptr = td_alloc(bytes);
+    if (ptr == NULL) {
+        budget->no_memory = true;
     }
     return ptr;
 }
@@ -977,7 +1011,7 @@ static void arena_release(void *ctx, void *ptr)
     td_free(ptr);
 }
 
-static ProtobufCAllocator release_only = {.alloc = arena_alloc, .free = arena_release};
+static ProtobufCAllocator release_only = {.free = arena_release};
 
 static td_status_t read_envelope(const PB(Envelope) * env, td_msg_t *msg, td_msg_arena_t *arena)
 {
@@ -993,9 +1027,9 @@ static td_status_t read_envelope(const PB(Envelope) * env, td_msg_t *msg, td_msg
 td_status_t td_msg_decode(const void *bytes, size_t len, td_msg_t *msg_out,
                           td_msg_arena_t **arena_out)
 {
-    bool no_memory = false;
+    unpack_budget_t budget = {.left = UNPACKED_BYTES_MAX(len)};
     ProtobufCAllocator allocator = {
-        .alloc = arena_alloc, .free = arena_release, .allocator_data = &no_memory};
+        .alloc = arena_alloc, .free = arena_release, .allocator_data = &budget};
     td_msg_arena_t *arena = NULL;
     td_status_t status = TD_OK;
     td_msg_t msg;
@@ -1011,11 +1045,14 @@ td_status_t td_msg_decode(const void *bytes, size_t len, td_msg_t *msg_out,
     arena->envelope = tandem__v1__envelope__unpack(&allocator, len, bytes);
     if (arena->envelope == NULL) {
         td_free(arena);
-        if (no_memory) {
+        if (budget.no_memory) {
             return TD_ERR_NO_MEMORY;
         }
-        TD_LOG_WARN("message refused", "why=\"not an envelope\" bytes=%zu", len);
-        return TD_ERR_PROTOCOL;
+        if (refusal_is_logged()) {
+            TD_LOG_WARN("message refused", "why=\"%s\" bytes=%zu",
+                        budget.too_large ? "too large unpacked" : "not an envelope", len);
+        }
+        return budget.too_large ? TD_ERR_TOO_LARGE : TD_ERR_PROTOCOL;
     }
     status = read_envelope(arena->envelope, &msg, arena);
     if (status != TD_OK) {

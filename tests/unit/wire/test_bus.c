@@ -3,6 +3,7 @@
 #include <setjmp.h>
 #include <stdint.h>
 #include <cmocka.h>
+#include <stdio.h>
 #include <string.h>
 #include <zmq.h>
 
@@ -162,6 +163,66 @@ static void test_i6_bus_outbox_is_bounded(void **state)
     td_bus_destroy(a);
 }
 
+/* A router that is away gets one registration when it is back, not one for each half second. */
+static void test_i6_bus_keeps_one_registration_waiting(void **state)
+{
+    td_bus_t *a = bus_of("a", 11, secret, false);
+    td_bus_t *b = NULL;
+    td_bus_config_t late = {.id = "b", .incarnation = 22, .secret = secret};
+    td_msg_t msg = {.type = TD_MSG_REGISTER};
+    td_msg_arena_t *arena = NULL;
+    char endpoint[256];
+    td_msg_t got;
+    (void)state;
+
+    b = bus_of("b", 21, secret, false); /* takes a free port, and leaves it */
+    (void)snprintf(endpoint, sizeof(endpoint), "%s", td_bus_endpoint(b));
+    td_bus_destroy(b);
+    msg.u.reg.self = (td_msg_peer_t){.id = "a", .role = TD_ROLE_PREFILL, .endpoint = "x"};
+    msg.u.reg.http = msg.u.reg.numerics_class = msg.u.reg.version = "";
+    assert_int_equal(td_bus_connect(a, "b", endpoint, 0), TD_OK);
+    for (int i = 0; i < 50; i++) {
+        assert_int_equal(td_bus_send(a, "b", &msg), TD_OK);
+    }
+    late.bind = endpoint;
+    assert_int_equal(td_bus_create(&late, &b), TD_OK);
+    assert_true(receive(b, a, 5000, &got, &arena));
+    td_msg_arena_free(arena);
+    assert_false(receive(b, a, 200, &got, &arena));
+    td_bus_destroy(a);
+    td_bus_destroy(b);
+}
+
+/* I6: the caller's loop goes on whatever is thrown at the port. */
+static void test_i6_bus_looks_at_a_bounded_number_of_garbage_frames(void **state)
+{
+    td_bus_t *b = bus_of("b", 22, secret, false);
+    void *context = zmq_ctx_new();
+    void *dealer = zmq_socket(context, ZMQ_DEALER);
+    int linger = 0;
+    td_msg_arena_t *arena = NULL;
+    uint64_t deadline = td_now_ns() + 5 * TD_NS_PER_S;
+    uint64_t before = 0;
+    td_msg_t got;
+    (void)state;
+
+    (void)zmq_setsockopt(dealer, ZMQ_LINGER, &linger, sizeof(linger));
+    assert_int_equal(zmq_connect(dealer, td_bus_endpoint(b)), 0);
+    for (int i = 0; i < 1000; i++) {
+        assert_true(zmq_send(dealer, "junk", 4, 0) >= 0);
+    }
+    while (td_bus_refused(b) < 1000) {
+        assert_true(td_now_ns() < deadline);
+        td_bus_wait(b, NULL, 0, 5, NULL);
+        before = td_bus_refused(b);
+        assert_int_equal(td_bus_recv(b, &got, &arena), TD_ERR_NOT_FOUND);
+        assert_true(td_bus_refused(b) - before <= 64);
+    }
+    (void)zmq_close(dealer);
+    (void)zmq_ctx_term(context);
+    td_bus_destroy(b);
+}
+
 static void test_bus_survives_garbage_frames(void **state)
 {
     td_bus_t *b = bus_of("b", 22, secret, false);
@@ -203,6 +264,8 @@ int main(void)
         cmocka_unit_test(test_i7_bus_drops_messages_of_other_incarnations),
         cmocka_unit_test(test_bus_carries_messages_after_one_side_reconnects),
         cmocka_unit_test(test_i6_bus_outbox_is_bounded),
+        cmocka_unit_test(test_i6_bus_keeps_one_registration_waiting),
+        cmocka_unit_test(test_i6_bus_looks_at_a_bounded_number_of_garbage_frames),
         cmocka_unit_test(test_bus_survives_garbage_frames),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -215,6 +215,34 @@ static void test_msg_codec_survives_every_failing_allocation(void **state)
     td_str_fini(&bytes);
 }
 
+/* I6: two bytes of a peer that says nothing are a struct of a hundred. */
+static void test_i6_msg_refuses_what_unpacks_to_far_more(void **state)
+{
+    td_msg_peer_t peers[2] = {{.id = "a", .role = TD_ROLE_PREFILL, .endpoint = "tcp://a"},
+                              {.id = "b", .role = TD_ROLE_DECODE, .endpoint = "tcp://b"}};
+    td_msg_t msg = {.type = TD_MSG_PEERS, .u.peers = {.count = 2, .peers = peers}};
+    const size_t empty_peers = 100000;
+    uint8_t *bytes = calloc(1, 2 * empty_peers + 16);
+    td_msg_arena_t *arena = NULL;
+    td_msg_t out = roundtrip(&msg, &arena);
+    size_t len = 0;
+    (void)state;
+
+    assert_int_equal(out.u.peers.count, 2);
+    td_msg_arena_free(arena);
+    bytes[len++] = 12 << 3 | 2; /* Envelope.peers, with its length in four bytes */
+    bytes[len++] = (uint8_t)(2 * empty_peers % 128 | 128);
+    bytes[len++] = (uint8_t)(2 * empty_peers / 128 % 128 | 128);
+    bytes[len++] = (uint8_t)(2 * empty_peers / 16384 % 128 | 128);
+    bytes[len++] = 0;
+    for (size_t i = 0; i < empty_peers; i++) {
+        bytes[len++] = 2 << 3 | 2; /* Peers.peers: empty */
+        bytes[len++] = 0;
+    }
+    assert_int_equal(td_msg_decode(bytes, len, &out, &arena), TD_ERR_TOO_LARGE);
+    free(bytes);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -224,6 +252,7 @@ int main(void)
         cmocka_unit_test(test_msg_decode_refuses_what_breaks_the_rules),
         cmocka_unit_test(test_msg_decode_survives_every_flipped_byte),
         cmocka_unit_test(test_msg_codec_survives_every_failing_allocation),
+        cmocka_unit_test(test_i6_msg_refuses_what_unpacks_to_far_more),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
