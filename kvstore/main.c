@@ -23,6 +23,7 @@ typedef struct app {
     kvs_segment_t *segment; /* NULL until the router has told the block size; role master */
     bool is_segment;
     uint32_t block_count;
+    td_block_key_t probe; /* proves the secret */
 } app_t;
 
 static const td_option_t options[] = {
@@ -44,6 +45,7 @@ static void self_describe(const app_t *app, td_msg_register_t *self)
     self->http = td_statusd_address(app->proc.statusd);
     self->numerics_class = "";
     self->version = TD_VERSION;
+    self->probe_key = (td_bytes_t){app->probe.bytes, sizeof(app->probe.bytes)};
     if (app->transfer != NULL) {
         const void *address = NULL;
         const void *rkey = NULL;
@@ -193,6 +195,7 @@ static td_status_t start(app_t *app)
         return TD_ERR_INVALID;
     }
     TD_TRY(td_proc_open(&app->proc, true));
+    td_block_probe_key_without_model(app->proc.secret, &app->probe);
     app->is_segment = strcmp(role, "master") != 0;
     if (strcmp(role, "segment") != 0) {
         /* A later master of this machine has a higher term; with etcd it is the leader key's

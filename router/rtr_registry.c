@@ -247,6 +247,20 @@ static td_status_t check_model(const rtr_registry_t *reg, const td_msg_register_
     return TD_OK;
 }
 
+/* A store has no model, but it is told where everybody's blocks are, and reads them. */
+static td_status_t check_store(const rtr_registry_t *reg, const td_msg_register_t *r, char *why,
+                               size_t why_len)
+{
+    td_block_key_t probe;
+
+    td_block_probe_key_without_model(reg->config.secret, &probe);
+    if (r->probe_key.len != TD_BLOCK_KEY_BYTES ||
+        memcmp(r->probe_key.at, probe.bytes, TD_BLOCK_KEY_BYTES) != 0) {
+        return refuse(r, why, why_len, "wrong cluster secret");
+    }
+    return TD_OK;
+}
+
 static td_status_t check_register(rtr_registry_t *reg, const td_msg_t *msg, char *why,
                                   size_t why_len)
 {
@@ -271,7 +285,8 @@ static td_status_t check_register(rtr_registry_t *reg, const td_msg_t *msg, char
         td_now_ns() - node->seen_ns < REPLACE_AFTER_MS * TD_NS_PER_MS) {
         return refuse(r, why, why_len, "the id is in use by another live process");
     }
-    return r->self.role == TD_ROLE_KVSTORE ? TD_OK : check_model(reg, r, why, why_len);
+    return r->self.role == TD_ROLE_KVSTORE ? check_store(reg, r, why, why_len)
+                                           : check_model(reg, r, why, why_len);
 }
 
 /* Answers over a connection of its own, since the id may be that of a live node. */

@@ -139,6 +139,18 @@ void td_block_probe_key(const td_block_root_t *root, uint32_t block_tokens, td_b
     key_make(root, NULL, tokens, block_tokens, false, out);
 }
 
+void td_block_probe_key_without_model(const uint8_t secret[TD_CLUSTER_SECRET_BYTES],
+                                      td_block_key_t *out)
+{
+    static const uint8_t none[32];
+    td_block_root_fields_t fields = {
+        .fingerprint = none, .numerics_class = "store", .codec = "", .adapter = "", .salt = ""};
+    td_block_root_t root;
+
+    td_block_root_make(secret, &fields, &root);
+    key_make(&root, NULL, NULL, 0, false, out);
+}
+
 uint64_t td_block_content_hash(const void *bytes, size_t len)
 {
     return XXH3_64bits(bytes, len);

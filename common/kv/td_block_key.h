@@ -56,6 +56,9 @@ void td_block_keys(const td_block_root_t *root, const uint32_t *tokens, size_t t
                    uint32_t block_tokens, td_block_key_t *out);
 /** Key of a known prompt (tokens 0, 1, 2, ...): processes whose answers differ must not pair. */
 void td_block_probe_key(const td_block_root_t *root, uint32_t block_tokens, td_block_key_t *out);
+/** Proof of the cluster's secret by a process that has no model: a store. */
+void td_block_probe_key_without_model(const uint8_t secret[TD_CLUSTER_SECRET_BYTES],
+                                      td_block_key_t *out);
 static inline bool td_block_key_equal(const td_block_key_t *a, const td_block_key_t *b)
 {
     return __builtin_memcmp(a->bytes, b->bytes, TD_BLOCK_KEY_BYTES) == 0;

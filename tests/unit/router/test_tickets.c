@@ -177,8 +177,10 @@ static void register_node(fixture_t *fx, node_t *node, const char *numerics, boo
     r->context_max = 4096;
     if (node->role != TD_ROLE_KVSTORE) {
         r->fingerprint = (td_bytes_t){fx->fingerprint, 32};
-        r->probe_key = (td_bytes_t){probe.bytes, TD_BLOCK_KEY_BYTES};
+    } else {
+        td_block_probe_key_without_model(fx->secret, &probe);
     }
+    r->probe_key = (td_bytes_t){probe.bytes, TD_BLOCK_KEY_BYTES};
     send_to_router(node, &msg);
 }
 
@@ -860,6 +862,19 @@ static void test_nodes_that_do_not_fit_are_refused(void **state)
     assert_int_equal(td_metric_get(fx->metrics.registrations_refused), 3);
 }
 
+static void test_a_store_with_another_secret_is_refused(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *store = make_node(fx, TD_ROLE_KVSTORE, "s1");
+
+    fx->secret[3] ^= 1;
+    register_node(fx, store, "", true);
+    fx->secret[3] ^= 1;
+    expect_refusal(fx, store, "wrong cluster secret");
+    register_node(fx, store, "", true);
+    assert_true(expect(fx, store, TD_MSG_REGISTERED)->u.registered.accepted);
+}
+
 static void test_an_id_in_use_is_refused(void **state)
 {
     fixture_t *fx = *state;
@@ -939,6 +954,7 @@ int main(void)
         T(test_an_overdue_request_is_504),
         T(test_a_named_node_must_be_live),
         T(test_nodes_that_do_not_fit_are_refused),
+        T(test_a_store_with_another_secret_is_refused),
         T(test_an_id_in_use_is_refused),
         T(test_peers_are_told_and_one_master_named),
     };
