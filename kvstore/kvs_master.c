@@ -40,6 +40,7 @@ typedef struct order {
     uint64_t writer_incarnation;
     char writer_id[TD_MSG_ID_CHARS_MAX + 1];
     uint32_t segment;
+    uint32_t left; /* keys without a result */
 } order_t;
 
 struct kvs_master {
@@ -410,6 +411,7 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
         order->writer_request = put->request;
         order->writer_incarnation = msg->sender_incarnation;
         order->segment = segment;
+        order->left = taken;
         memset(order->writer_id, 0, sizeof(order->writer_id));
         memcpy(order->writer_id, msg->sender_id, strlen(msg->sender_id));
         out.u.blocks = (td_msg_blocks_t){.request = order->id,
@@ -453,6 +455,7 @@ static void handle_store_done(kvs_master_t *m, const td_msg_t *msg)
         if (e == NULL || e->state != ENTRY_STORING || e->order != slot) {
             continue;
         }
+        order->left--;
         if (done->statuses[i] != TD_OK) {
             entry_remove(m, e);
             td_metric_add(m->revoked, 1);
@@ -469,6 +472,9 @@ static void handle_store_done(kvs_master_t *m, const td_msg_t *msg)
     send_results(m, order->writer_id, order->writer_request, done->keys, done->statuses,
                  done->count);
     TD_FAULT_POINT("store_put_end");
+    if (order->left > 0) {
+        order_revoke(m, slot); /* a result is missing: no key stays in progress for ever (F7) */
+    }
     order->id = 0;
 }
 

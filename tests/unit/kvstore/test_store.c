@@ -1,4 +1,5 @@
-/* Master, segment and client together in one process: real buses, real transfers, a played router. */
+/* Master, segment and client together in one process: real buses, real transfers, a played router.
+ */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -47,10 +48,8 @@ static uint8_t secret[TD_CLUSTER_SECRET_BYTES] = {5};
 
 static td_bus_t *bus_of(const char *id, uint64_t incarnation)
 {
-    td_bus_config_t config = {.bind = "tcp://127.0.0.1:*",
-                              .id = id,
-                              .incarnation = incarnation,
-                              .secret = secret};
+    td_bus_config_t config = {
+        .bind = "tcp://127.0.0.1:*", .id = id, .incarnation = incarnation, .secret = secret};
     td_bus_t *bus = NULL;
     assert_int_equal(td_bus_create(&config, &bus), TD_OK);
     return bus;
@@ -147,21 +146,18 @@ static void join_writer(world_t *w)
                                  .peer_up = nothing_up,
                                  .peer_down = nothing_down,
                                  .fenced = nothing_fenced};
-    td_msg_register_t self = {.self = {.id = "writer",
-                                       .role = TD_ROLE_PREFILL,
-                                       .endpoint = td_bus_endpoint(w->writer)},
-                              .http = "",
-                              .numerics_class = "",
-                              .version = ""};
+    td_msg_register_t self = {
+        .self = {.id = "writer", .role = TD_ROLE_PREFILL, .endpoint = td_bus_endpoint(w->writer)},
+        .http = "",
+        .numerics_class = "",
+        .version = ""};
     td_msg_t msg = {.type = TD_MSG_REGISTERED, .u.registered = {.accepted = true, .error = ""}};
 
-    assert_int_equal(td_member_create(w->writer, td_bus_endpoint(w->router), &self, &events,
-                                      &w->member),
-                     TD_OK);
+    assert_int_equal(
+        td_member_create(w->writer, td_bus_endpoint(w->router), &self, &events, &w->member), TD_OK);
     assert_int_equal(td_bus_connect(w->router, "writer", td_bus_endpoint(w->writer), WRITER),
                      TD_OK);
-    assert_int_equal(td_bus_connect(w->store, "writer", td_bus_endpoint(w->writer), WRITER),
-                     TD_OK);
+    assert_int_equal(td_bus_connect(w->store, "writer", td_bus_endpoint(w->writer), WRITER), TD_OK);
     assert_int_equal(td_bus_connect(w->store, "store", td_bus_endpoint(w->store), STORE), TD_OK);
     assert_int_equal(td_bus_send(w->router, "writer", &msg), TD_OK);
 }
@@ -231,7 +227,8 @@ static td_block_key_t key_of(uint32_t n)
     return key;
 }
 
-/* Fills and indexes blocks first..first+count-1 of the writer (cached afterwards) and offers them. */
+/* Fills and indexes blocks first..first+count-1 of the writer (cached afterwards) and offers them.
+ */
 static void put_blocks(world_t *w, uint32_t first, uint32_t count)
 {
     uint32_t idx[WRITER_BLOCKS] = {0};
@@ -240,10 +237,10 @@ static void put_blocks(world_t *w, uint32_t first, uint32_t count)
         td_block_key_t key = key_of(first + i);
         assert_int_equal(td_pool_take(w->pool, &idx[i]), TD_OK);
         memset(td_pool_bytes(w->pool, idx[i]), (int)(first + i + 1), BLOCK_BYTES);
-        assert_int_equal(td_pool_index(w->pool, idx[i], &key,
-                                       td_block_content_hash(td_pool_bytes(w->pool, idx[i]),
-                                                             BLOCK_BYTES)),
-                         TD_OK);
+        assert_int_equal(
+            td_pool_index(w->pool, idx[i], &key,
+                          td_block_content_hash(td_pool_bytes(w->pool, idx[i]), BLOCK_BYTES)),
+            TD_OK);
     }
     assert_int_equal(kvs_client_put(w->client, idx, count), TD_OK);
     for (uint32_t i = count; i > 0; i--) {
@@ -308,9 +305,9 @@ static void test_store_holds_the_writers_bytes(void **state)
         const uint8_t *stored =
             td_transfer_memory(w->store_transfer) + (size_t)w->where[2] * BLOCK_BYTES;
         assert_int_equal(stored[0], 3);
-        assert_int_equal(td_block_checksum(td_block_content_hash(stored, BLOCK_BYTES), &key,
-                                           w->epochs[2]),
-                         w->checksums[2]);
+        assert_int_equal(
+            td_block_checksum(td_block_content_hash(stored, BLOCK_BYTES), &key, w->epochs[2]),
+            w->checksums[2]);
     }
 }
 
@@ -348,7 +345,8 @@ static void test_i3_store_revokes_a_block_whose_bytes_changed(void **state)
     assert_int_equal(w->found, 1);
 }
 
-/* F7: a writer that dies after PutStart blocks nobody: its keys are free for the next writer at once. */
+/* F7: a writer that dies after PutStart blocks nobody: its keys are free for the next writer at
+ * once. */
 static void test_f7_dead_writers_keys_are_revoked(void **state)
 {
     world_t *w = *state;
@@ -367,6 +365,40 @@ static void test_f7_dead_writers_keys_are_revoked(void **state)
     TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
     lookup(w, 0, 1);
     assert_int_equal(w->found, 1);
+}
+
+/* F7: a segment that reports on some of an order's keys only leaves none of the others in progress.
+ */
+static void test_f7_keys_without_a_result_are_revoked(void **state)
+{
+    world_t *w = *state;
+    td_block_key_t keys[2] = {key_of(0), key_of(1)};
+    const uint32_t blocks[2] = {0, 1};
+    const uint64_t numbers[2] = {1, 1};
+    const td_status_t statuses[2] = {TD_OK, TD_OK};
+    td_str_t text = {0};
+    td_msg_t msg = {.type = TD_MSG_PUT_START,
+                    .sender_id = "writer",
+                    .sender_incarnation = WRITER,
+                    .u.blocks = {.request = 1,
+                                 .term = 1,
+                                 .count = 2,
+                                 .keys = keys,
+                                 .blocks = blocks,
+                                 .epochs = numbers,
+                                 .checksums = numbers,
+                                 .statuses = statuses}};
+
+    assert_true(kvs_master_handle(w->master, &msg)); /* order 1, which the segment never sees */
+    msg.type = TD_MSG_STORE_DONE;
+    msg.sender_id = "store";
+    msg.sender_incarnation = STORE;
+    msg.u.blocks.count = 1;
+    assert_true(kvs_master_handle(w->master, &msg));
+    assert_int_equal(td_metrics_render(w->metrics, &text), TD_OK);
+    assert_non_null(strstr(text.bytes, "puts_total{result=\"stored\"} 1\n"));
+    assert_non_null(strstr(text.bytes, "puts_total{result=\"revoked\"} 1\n"));
+    td_str_fini(&text);
 }
 
 /* F8: a segment that fills up evicts the oldest and goes on taking new ones. */
@@ -414,8 +446,7 @@ static void test_store_silent_master_is_a_timeout_and_a_dead_one_ends_pins(void 
     assert_int_equal(td_pool_counts(w->pool).active, 0);
     {
         td_block_key_t key = key_of(0);
-        assert_int_equal(kvs_client_lookup(w->client, &key, 1, on_lookup, w, 0),
-                         TD_ERR_PEER_DEAD);
+        assert_int_equal(kvs_client_lookup(w->client, &key, 1, on_lookup, w, 0), TD_ERR_PEER_DEAD);
     }
 }
 
@@ -430,6 +461,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_i3_store_revokes_a_block_whose_bytes_changed, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_f7_dead_writers_keys_are_revoked, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_f7_keys_without_a_result_are_revoked, setup, teardown),
         cmocka_unit_test_setup_teardown(test_f8_full_segment_evicts_and_takes_new_blocks, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_store_lease_blocks_eviction, setup, teardown),
