@@ -222,10 +222,10 @@ static td_status_t map_memory(td_transfer_t *t)
     TD_TRY(ucx_status(ucp_mem_map(t->context, &mp, &t->memh), "ucp_mem_map"));
     TD_TRY(ucx_status(ucp_mem_query(t->memh, &attr), "ucp_mem_query"));
     t->memory = attr.address;
-    /* Page faults now, not in a request; where the kernel can, all in one call. */
-    if (madvise(t->memory, bytes & ~(size_t)4095, MADV_POPULATE_WRITE) != 0) {
-        memset(t->memory, 0, bytes);
-    }
+    /* Page faults now, not in a request, and where the kernel can all in one call. Without shared memory
+     * UCX takes the bytes from the heap, with whatever was there: they are cleared in any case. */
+    (void)madvise(t->memory, bytes & ~(size_t)4095, MADV_POPULATE_WRITE);
+    memset(t->memory, 0, bytes);
     return ucx_status(ucp_rkey_pack(t->context, t->memh, &t->rkey, &t->rkey_len), "ucp_rkey_pack");
 }
 
