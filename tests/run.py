@@ -190,6 +190,7 @@ def main():
     parser.add_argument("-v", action="store_true", dest="verbose", help="show output as it comes")
     args = parser.parse_args()
     os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run() ends what it has started
     env = environment(args.san)
     outcomes = []
     files = test_files(args)
