@@ -84,7 +84,7 @@ def run(command, limit_s, env, live):
         code = process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
         code = None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         interrupt(process)
         raise
     if code is None:
@@ -211,7 +211,7 @@ def main():
                   (f", {len(outcome.failed)} FAILED" if outcome.failed else "") +
                   (f", {len(outcome.skipped)} skipped" if outcome.skipped else "") +
                   f" ({outcome.seconds:.1f} s)", flush=True)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         print("\ninterrupted")
         report(outcomes)
         return 130
