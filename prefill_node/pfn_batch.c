@@ -68,14 +68,14 @@ static td_status_t prompt_logprobs(pfn_node_t *p, const pfn_part_t *part, const 
     return TD_OK;
 }
 
-static td_status_t finish_parts(pfn_node_t *p, const float *logits)
+static void finish_parts(pfn_node_t *p, const float *logits)
 {
     uint32_t vocab = p->node.info->vocab_size;
     size_t block_bytes = td_pool_block_bytes(p->node.pool);
     uint32_t logit_row = 0;
 
     for (uint32_t i = 0; i < p->batch.part_count; i++) {
-        const pfn_part_t *part = &p->batch.parts[i];
+        pfn_part_t *part = &p->batch.parts[i];
         pfn_request_t *r = part->request;
         uint32_t logit_rows = r->work.prompt_logprobs ? part->row_count : part->last ? 1 : 0;
         for (uint32_t b = part->block_begin; b < part->block_end; b++) {
@@ -83,14 +83,13 @@ static td_status_t finish_parts(pfn_node_t *p, const float *logits)
                 td_block_content_hash(td_pool_bytes(p->node.pool, r->seq.blocks[b]), block_bytes);
         }
         if (r->work.prompt_logprobs) {
-            TD_TRY(prompt_logprobs(p, part, logits + (size_t)logit_row * vocab));
+            part->status = prompt_logprobs(p, part, logits + (size_t)logit_row * vocab);
         }
         logit_row += logit_rows;
-        if (part->last) {
-            TD_TRY(sample_first(p, r, logits + (size_t)(logit_row - 1) * vocab));
+        if (part->last && part->status == TD_OK) {
+            part->status = sample_first(p, r, logits + (size_t)(logit_row - 1) * vocab);
         }
     }
-    return TD_OK;
 }
 
 static void run_batch(void *ctx)
@@ -102,7 +101,7 @@ static void run_batch(void *ctx)
         td_model_forward(p->node.model, td_pool_base(p->node.pool), p->batch.rows,
                          p->batch.row_count, p->batch.layers_step, on_layers, p, &logits);
     if (p->batch.status == TD_OK) {
-        p->batch.status = finish_parts(p, logits);
+        finish_parts(p, logits);
     }
 }
 
@@ -208,6 +207,16 @@ static void announce_layers(pfn_node_t *p)
     p->batch.layers_announced = done;
 }
 
+static void offer_blocks(pfn_node_t *p, const pfn_request_t *r, uint32_t count)
+{
+    td_status_t status = count > 0 ? kvs_client_put(p->store, p->scratch_blocks, count) : TD_OK;
+
+    if (status != TD_OK) {
+        TD_LOG_DEBUG("blocks not offered", "req=%s status=%s", r->work.request_id,
+                     td_status_name(status));
+    }
+}
+
 /* New full blocks become a prefix for others, here and through the store. */
 static void publish_blocks(pfn_node_t *p, pfn_request_t *r)
 {
@@ -215,18 +224,16 @@ static void publish_blocks(pfn_node_t *p, pfn_request_t *r)
 
     for (uint32_t b = r->local_blocks + r->store_blocks; b < r->full_blocks; b++) {
         uint32_t idx = r->seq.blocks[b];
-        if (td_pool_index(p->node.pool, idx, &r->keys[b], r->hashes[b]) == TD_OK &&
-            count < KVS_PUT_BLOCKS_MAX) {
-            p->scratch_blocks[count++] = idx;
+        if (td_pool_index(p->node.pool, idx, &r->keys[b], r->hashes[b]) != TD_OK) {
+            continue;
+        }
+        p->scratch_blocks[count++] = idx;
+        if (count == KVS_PUT_BLOCKS_MAX) {
+            offer_blocks(p, r, count);
+            count = 0;
         }
     }
-    if (count > 0) {
-        td_status_t status = kvs_client_put(p->store, p->scratch_blocks, count);
-        if (status != TD_OK) {
-            TD_LOG_DEBUG("blocks not offered", "req=%s status=%s", r->work.request_id,
-                         td_status_name(status));
-        }
-    }
+    offer_blocks(p, r, count);
 }
 
 static void finish_part(pfn_node_t *p, const pfn_part_t *part)
@@ -238,18 +245,15 @@ static void finish_part(pfn_node_t *p, const pfn_part_t *part)
         pfn_request_settle(p, r);
         return;
     }
-    if (p->batch.status != TD_OK) {
-        pfn_request_end(p, r, p->batch.status);
+    if (p->batch.status != TD_OK || part->status != TD_OK) {
+        pfn_request_end(p, r, p->batch.status != TD_OK ? p->batch.status : part->status);
         return;
     }
     r->done_tokens += part->row_count;
     r->announced_blocks = part->block_end;
     td_metric_add(p->tokens_computed, part->row_count);
-    if (part->last) {
-        pfn_handoff_ready(p, r); /* may end the request */
-        if (r->state == PFN_WAIT_ACK) {
-            publish_blocks(p, r); /* after the hand-off: store traffic never delays a first token */
-        }
+    if (part->last && pfn_handoff_ready(p, r)) {
+        publish_blocks(p, r); /* after the hand-off: store traffic never delays a first token */
     }
 }
 

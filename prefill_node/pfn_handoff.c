@@ -101,7 +101,7 @@ static void send_prompt_logprobs(pfn_node_t *p, pfn_request_t *r)
     td_free(tokens);
 }
 
-void pfn_handoff_ready(pfn_node_t *p, pfn_request_t *r)
+bool pfn_handoff_ready(pfn_node_t *p, pfn_request_t *r)
 {
     static first_logprobs_t joined; /* the loop's thread only */
     uint32_t begin = TD_MIN(r->work.have_blocks, r->blocks);
@@ -149,9 +149,10 @@ void pfn_handoff_ready(pfn_node_t *p, pfn_request_t *r)
     status = td_bus_send(p->node.proc.bus, r->work.peer_id, &msg);
     if (status != TD_OK) {
         pfn_request_end(p, r, TD_ERR_PEER_DEAD);
-        return;
+        return false;
     }
     r->state = PFN_WAIT_ACK;
     r->ack_deadline_ns = td_now_ns() + PFN_ACK_MS * TD_NS_PER_MS;
     TD_FAULT_POINT("prefill_ready");
+    return true;
 }

@@ -63,7 +63,8 @@ typedef struct pfn_part { /* one request's rows in a batch */
     uint32_t row_count;
     uint32_t block_begin; /* blocks that this batch completes */
     uint32_t block_end;
-    bool last; /* holds the prompt's last position */
+    bool last;          /* holds the prompt's last position */
+    td_status_t status; /* of its tokens: one request's bad numbers end no other one */
 } pfn_part_t;
 
 typedef struct pfn_batch {
@@ -112,8 +113,8 @@ void pfn_request_tick(pfn_node_t *pfn);
 /* pfn_prefix.c */
 /** Takes what is cached here, asks the store for more, then queues the rest for computing. */
 void pfn_prefix_begin(pfn_node_t *pfn, pfn_request_t *request);
-/** After a reader found wrong bytes: cached blocks that no longer match their hash leave the index, so
- * that the next attempt computes them (I3). */
+/** After a reader found wrong bytes: cached blocks that no longer match their hash leave the index,
+ * so that the next attempt computes them (I3). */
 void pfn_prefix_drop_wrong(pfn_node_t *pfn, pfn_request_t *request);
 void pfn_prefix_fetched(pfn_node_t *pfn, td_node_fetch_t *job);
 
@@ -127,7 +128,8 @@ void pfn_batch_progress(pfn_node_t *pfn);
 /** Tells the decode node that layers of a range of blocks are complete. */
 void pfn_handoff_layers(pfn_node_t *pfn, pfn_request_t *request, uint32_t layer_begin,
                         uint32_t layer_end, uint32_t block_begin, uint32_t block_end);
-void pfn_handoff_ready(pfn_node_t *pfn, pfn_request_t *request);
+/** Sends KvReady. Returns false when the request has ended instead: it may be gone. */
+bool pfn_handoff_ready(pfn_node_t *pfn, pfn_request_t *request);
 
 /* pfn_metrics.c */
 void pfn_metrics_declare(pfn_node_t *pfn);

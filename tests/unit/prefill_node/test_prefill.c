@@ -284,6 +284,63 @@ static void test_prefill_deadline_ends_the_request(void **state)
     assert_nothing_held(w);
 }
 
+static void no_pass(void *ctx)
+{
+    (void)ctx;
+}
+
+/* Ends a batch as the worker would have left it; its parts are set by the caller. */
+static void finish_batch(world_t *w)
+{
+    pfn_node_t *p = w->pfn;
+
+    assert_int_equal(td_worker_create(&p->node.worker), TD_OK);
+    td_worker_submit(p->node.worker, no_pass, p);
+    while (td_worker_is_busy(p->node.worker)) {
+        td_bus_wait(p->node.proc.bus, (int[]){td_worker_fd(p->node.worker)}, 1, 100, (bool[1]){0});
+        pfn_batch_progress(p);
+    }
+    td_worker_destroy(p->node.worker);
+    p->node.worker = NULL;
+}
+
+static void add_last_part(world_t *w, pfn_request_t *r)
+{
+    w->pfn->batch.parts[w->pfn->batch.part_count++] = (pfn_part_t){
+        .request = r, .row_count = r->work.prompt_tokens, .block_end = r->blocks, .last = true};
+    r->computing = true;
+}
+
+/* KvReady cannot be sent: the request ends, and nobody touches it after that. */
+static void test_prefill_unsent_kv_ready_ends_the_request(void **state)
+{
+    world_t *w = *state;
+    pfn_request_t *r = start(w, work_of(1, 40));
+
+    add_last_part(w, r);
+    td_bus_disconnect(w->pfn->node.proc.bus, "decode");
+    finish_batch(w);
+    expect_end(w, TD_ERR_PEER_DEAD);
+    assert_null(w->pfn->requests);
+    assert_nothing_held(w);
+}
+
+/* What is wrong with one request's numbers ends that one, and none that shared its batch. */
+static void test_prefill_failed_request_leaves_its_batch_alone(void **state)
+{
+    world_t *w = *state;
+    pfn_request_t *bad = start(w, work_of(1, 40));
+    pfn_request_t *good = start(w, work_of(2, 40));
+
+    add_last_part(w, bad);
+    add_last_part(w, good);
+    w->pfn->batch.parts[0].status = TD_ERR_INVALID;
+    finish_batch(w);
+    expect_end(w, TD_ERR_INVALID);
+    assert_null(pfn_request_find(w->pfn, 1, 1));
+    assert_int_equal(good->state, PFN_WAIT_ACK);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -300,6 +357,10 @@ int main(void)
             test_prefill_cached_prefix_is_announced_at_once_but_never_the_last_position, setup,
             teardown),
         cmocka_unit_test_setup_teardown(test_prefill_deadline_ends_the_request, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_prefill_unsent_kv_ready_ends_the_request, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_prefill_failed_request_leaves_its_batch_alone, setup,
+                                        teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
