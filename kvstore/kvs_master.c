@@ -22,13 +22,14 @@ typedef struct entry {
     uint64_t epoch;
     uint64_t checksum;
     uint64_t lease_until_ns;
-    uint32_t lru_prev; /* READY; towards the oldest */
+    uint32_t lru_prev; /* READY; towards the oldest. STORING: chain of the order's keys */
     uint32_t lru_next;
 } entry_t;
 
 typedef struct segment {
     char id[TD_MSG_ID_CHARS_MAX + 1]; /* "" = slot free */
     uint64_t incarnation;
+    uint64_t mount; /* names this mounting, which begins with nothing stored */
     uint32_t block_count;
     uint32_t used; /* blocks stored or being stored */
 } segment_t;
@@ -40,7 +41,7 @@ typedef struct order {
     uint64_t writer_incarnation;
     char writer_id[TD_MSG_ID_CHARS_MAX + 1];
     uint32_t segment;
-    uint32_t left; /* keys without a result */
+    uint32_t first; /* chain of its keys without a result */
 } order_t;
 
 struct kvs_master {
@@ -163,12 +164,38 @@ static void lru_push(kvs_master_t *m, entry_t *e)
     m->lru_newest = idx;
 }
 
+static void order_chain(kvs_master_t *m, entry_t *e, uint32_t order)
+{
+    uint32_t idx = (uint32_t)(e - m->entries);
+    e->order = order;
+    e->lru_prev = NONE;
+    e->lru_next = m->orders[order].first;
+    if (e->lru_next != NONE) {
+        m->entries[e->lru_next].lru_prev = idx;
+    }
+    m->orders[order].first = idx;
+}
+
+static void order_unchain(kvs_master_t *m, const entry_t *e)
+{
+    if (e->lru_prev != NONE) {
+        m->entries[e->lru_prev].lru_next = e->lru_next;
+    } else {
+        m->orders[e->order].first = e->lru_next;
+    }
+    if (e->lru_next != NONE) {
+        m->entries[e->lru_next].lru_prev = e->lru_prev;
+    }
+}
+
 /* Forgets a key; its segment's block counts as unused from now on. */
 static void entry_remove(kvs_master_t *m, entry_t *e)
 {
     if (e->state == ENTRY_READY) {
         lru_unlink(m, e);
         td_metric_set(m->keys_ready, td_metric_get(m->keys_ready) - 1);
+    } else {
+        order_unchain(m, e);
     }
     m->segments[e->segment].used--;
     td_key_index_remove(&m->index, (uint32_t)(e - m->entries));
@@ -186,6 +213,7 @@ static void send_evict(kvs_master_t *m, const segment_t *segment, const td_block
         return;
     }
     msg.u.blocks.term = m->term;
+    msg.u.blocks.mount = segment->mount;
     msg.u.blocks.count = count;
     msg.u.blocks.keys = keys;
     if (td_bus_send(m->bus, segment->id, &msg) != TD_OK) {
@@ -225,6 +253,13 @@ static void evict_if_full(kvs_master_t *m, uint32_t segment)
     if ((uint64_t)s->used * 100 >= (uint64_t)s->block_count * KVS_EVICT_FROM_PERCENT) {
         evict_from(m, segment, TD_MAX(s->block_count * KVS_EVICT_PERCENT / 100, 1u));
     }
+    /* The index may be the smaller one: then whoever holds the oldest key gives way. */
+    if ((uint64_t)(m->keys_max - m->free_count) * 100 >=
+            (uint64_t)m->keys_max * KVS_EVICT_FROM_PERCENT &&
+        m->lru_oldest != NONE) {
+        evict_from(m, m->entries[m->lru_oldest].segment,
+                   TD_MAX(m->keys_max * KVS_EVICT_PERCENT / 100, 1u));
+    }
 }
 
 /* --- segments and writers --------------------------------------------------------------------- */
@@ -248,6 +283,7 @@ void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation
             memset(s, 0, sizeof(*s));
             memcpy(s->id, id, TD_MIN(strlen(id), (size_t)TD_MSG_ID_CHARS_MAX));
             s->incarnation = incarnation;
+            s->mount = td_random_u64();
             s->block_count = block_count;
             TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", id, block_count);
             return;
@@ -256,39 +292,54 @@ void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation
     TD_LOG_WARN("segment not mounted", "segment=%s limit=%u", id, SEGMENTS_MAX);
 }
 
-/* Takes back what an order has not finished; the segment drops what it may have stored since. */
-static void order_revoke(kvs_master_t *m, uint32_t slot)
+static void send_results(kvs_master_t *m, const char *writer, uint64_t request,
+                         const td_block_key_t *keys, const td_status_t *statuses, uint32_t count)
 {
-    td_block_key_t keys[256];
-    uint32_t count = 0;
-    uint32_t segment = m->orders[slot].segment;
+    td_msg_t msg = {.type = TD_MSG_PUT_RESULT};
+    msg.u.blocks.request = request;
+    msg.u.blocks.count = count;
+    msg.u.blocks.keys = keys;
+    msg.u.blocks.statuses = statuses;
+    if (count > 0 && td_bus_send(m->bus, writer, &msg) != TD_OK) {
+        TD_LOG_DEBUG("put result not sent", "writer=%s", writer);
+    }
+}
 
-    for (uint32_t i = 0; i < m->keys_max; i++) {
-        entry_t *e = &m->entries[i];
-        if (e->state == ENTRY_STORING && e->order == slot) {
-            keys[count++] = e->key;
+/* Takes back what an order has not finished: the segment drops what it may have stored since, and
+ * the writer's pins end. */
+static void order_revoke(kvs_master_t *m, uint32_t slot, bool segment_is_gone)
+{
+    const order_t *order = &m->orders[slot];
+    td_block_key_t keys[256];
+    td_status_t statuses[TD_ARRAY_LEN(keys)];
+
+    while (order->first != NONE) {
+        uint32_t count = 0;
+        for (; order->first != NONE && count < TD_ARRAY_LEN(keys); count++) {
+            entry_t *e = &m->entries[order->first];
+            keys[count] = e->key;
+            statuses[count] = TD_ERR_CANCELLED;
             entry_remove(m, e);
             td_metric_add(m->revoked, 1);
-            if (count == TD_ARRAY_LEN(keys)) {
-                send_evict(m, &m->segments[segment], keys, count);
-                count = 0;
-            }
         }
+        if (!segment_is_gone) {
+            send_evict(m, &m->segments[order->segment], keys, count);
+        }
+        send_results(m, order->writer_id, order->writer_request, keys, statuses, count);
     }
-    send_evict(m, &m->segments[segment], keys, count);
     m->orders[slot].id = 0;
 }
 
 static void segment_down(kvs_master_t *m, uint32_t segment)
 {
+    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
+        if (m->orders[i].id != 0 && m->orders[i].segment == segment) {
+            order_revoke(m, i, true);
+        }
+    }
     for (uint32_t i = 0; i < m->keys_max; i++) {
         if (m->entries[i].state != ENTRY_FREE && m->entries[i].segment == segment) {
             entry_remove(m, &m->entries[i]);
-        }
-    }
-    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
-        if (m->orders[i].id != 0 && m->orders[i].segment == segment) {
-            m->orders[i].id = 0;
         }
     }
     m->segments[segment].id[0] = '\0';
@@ -304,7 +355,7 @@ void kvs_master_peer_down(kvs_master_t *m, const char *id, uint64_t incarnation)
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && m->orders[i].writer_incarnation == incarnation) {
             TD_LOG_INFO("put revoked", "writer=%s why=\"writer gone\"", id);
-            order_revoke(m, i);
+            order_revoke(m, i, false);
         }
     }
 }
@@ -335,19 +386,6 @@ static uint32_t order_slot(const kvs_master_t *m)
     return NONE;
 }
 
-static void send_results(kvs_master_t *m, const char *writer, uint64_t request,
-                         const td_block_key_t *keys, const td_status_t *statuses, uint32_t count)
-{
-    td_msg_t msg = {.type = TD_MSG_PUT_RESULT};
-    msg.u.blocks.request = request;
-    msg.u.blocks.count = count;
-    msg.u.blocks.keys = keys;
-    msg.u.blocks.statuses = statuses;
-    if (count > 0 && td_bus_send(m->bus, writer, &msg) != TD_OK) {
-        TD_LOG_DEBUG("put result not sent", "writer=%s", writer);
-    }
-}
-
 /* What PutStart says of one key; TD_OK: it is taken into the order. */
 static td_status_t put_one(kvs_master_t *m, const td_block_key_t *key, uint32_t segment,
                            uint32_t order)
@@ -366,7 +404,7 @@ static td_status_t put_one(kvs_master_t *m, const td_block_key_t *key, uint32_t 
     }
     e->state = ENTRY_STORING;
     e->segment = segment;
-    e->order = order;
+    order_chain(m, e, order);
     m->segments[segment].used++;
     return TD_OK;
 }
@@ -390,6 +428,9 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
     if (segment != NONE) {
         evict_if_full(m, segment);
     }
+    if (slot != NONE) {
+        m->orders[slot].first = NONE;
+    }
     for (uint32_t i = 0; i < put->count; i++) {
         td_status_t status = put_one(m, &put->keys[i], segment, slot);
         if (status != TD_OK) {
@@ -411,11 +452,11 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
         order->writer_request = put->request;
         order->writer_incarnation = msg->sender_incarnation;
         order->segment = segment;
-        order->left = taken;
         memset(order->writer_id, 0, sizeof(order->writer_id));
         memcpy(order->writer_id, msg->sender_id, strlen(msg->sender_id));
         out.u.blocks = (td_msg_blocks_t){.request = order->id,
                                          .term = m->term,
+                                         .mount = m->segments[segment].mount,
                                          .writer_id = msg->sender_id,
                                          .writer_incarnation = msg->sender_incarnation,
                                          .count = taken,
@@ -424,7 +465,7 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
                                          .epochs = numbers,
                                          .checksums = numbers + put->count};
         if (td_bus_send(m->bus, m->segments[segment].id, &out) != TD_OK) {
-            order_revoke(m, slot);
+            order_revoke(m, slot, false);
         }
     }
 done:
@@ -455,12 +496,12 @@ static void handle_store_done(kvs_master_t *m, const td_msg_t *msg)
         if (e == NULL || e->state != ENTRY_STORING || e->order != slot) {
             continue;
         }
-        order->left--;
         if (done->statuses[i] != TD_OK) {
             entry_remove(m, e);
             td_metric_add(m->revoked, 1);
             continue;
         }
+        order_unchain(m, e);
         e->state = ENTRY_READY;
         e->block = done->blocks[i];
         e->epoch = done->epochs[i];
@@ -472,8 +513,9 @@ static void handle_store_done(kvs_master_t *m, const td_msg_t *msg)
     send_results(m, order->writer_id, order->writer_request, done->keys, done->statuses,
                  done->count);
     TD_FAULT_POINT("store_put_end");
-    if (order->left > 0) {
-        order_revoke(m, slot); /* a result is missing: no key stays in progress for ever (F7) */
+    if (order->first != NONE) {
+        order_revoke(m, slot,
+                     false); /* a result is missing: no key stays in progress for ever (F7) */
     }
     order->id = 0;
 }
@@ -561,7 +603,7 @@ void kvs_master_tick(kvs_master_t *m)
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && now >= m->orders[i].deadline_ns) {
             TD_LOG_WARN("put revoked", "writer=%s why=\"abandoned\"", m->orders[i].writer_id);
-            order_revoke(m, i);
+            order_revoke(m, i, false);
         }
     }
 }

@@ -17,7 +17,7 @@ typedef struct store_order { /* one StoreOrder on its way into our blocks */
     uint32_t *blocks;         /* owned; ours, TD_POOL_NONE = none taken */
     uint64_t *epochs;         /* owned; the writer's, then ours */
     uint64_t *checksums;      /* owned; the writer's, then ours */
-    bool *dropped;            /* owned; evicted while being fetched */
+    bool *dropped;            /* owned; evicted before it was here */
     td_fetch_piece_t *pieces; /* owned */
     td_fetch_t fetch;
     kvs_segment_t *segment;
@@ -30,6 +30,7 @@ struct kvs_segment {
     td_pool_t *pool;         /* owned */
     td_ring_t *inbox;        /* owned: completed store_order_t */
     uint64_t term;           /* the newest seen: orders of an older leader are refused */
+    uint64_t mount;          /* of that leader: another one knows nothing of what is stored */
     uint32_t fetching;
     uint32_t waiting_count;
     store_order_t *active;  /* list: being fetched */
@@ -145,6 +146,10 @@ static uint32_t order_prepare(kvs_segment_t *s, store_order_t *o)
     for (uint32_t i = 0; i < o->count; i++) {
         uint32_t idx = td_pool_find(s->pool, &o->keys[i]);
         o->blocks[i] = TD_POOL_NONE;
+        if (o->dropped[i]) {
+            o->statuses[i] = TD_ERR_CANCELLED; /* while it waited */
+            continue;
+        }
         if (idx != TD_POOL_NONE) {
             o->statuses[i] =
                 TD_ERR_EXISTS; /* kept under an older order: told with its place below */
@@ -271,17 +276,54 @@ static store_order_t *order_new(kvs_segment_t *s, const td_msg_t *msg)
     return o;
 }
 
+static void orders_drop(store_order_t *o, const td_block_key_t *key)
+{
+    for (; o != NULL; o = o->next) {
+        for (uint32_t i = 0; i < o->count; i++) {
+            if (key == NULL || td_block_key_equal(&o->keys[i], key)) {
+                o->dropped[i] = true;
+            }
+        }
+    }
+}
+
+static void block_drop(kvs_segment_t *s, uint32_t idx)
+{
+    td_pool_unindex(s->pool, idx);
+    td_pool_unref(s->pool, idx); /* stored blocks hold one reference; the epoch moves on */
+}
+
+/* Is an order of the leader? Its first one after it has mounted us (again) finds nothing stored:
+ * its index begins empty, so what is here would stay for ever. */
+static bool leader_accepted(kvs_segment_t *s, const td_msg_blocks_t *m)
+{
+    if (m->term < s->term) {
+        return false;
+    }
+    if (m->term != s->term || m->mount != s->mount) {
+        orders_drop(s->active, NULL);
+        orders_drop(s->waiting, NULL);
+        for (uint32_t i = 0; i < td_pool_counts(s->pool).total; i++) {
+            if (td_pool_is_indexed(s->pool, i)) {
+                block_drop(s, i);
+            }
+        }
+        s->term = m->term;
+        s->mount = m->mount;
+    }
+    return true;
+}
+
 static void handle_store_order(kvs_segment_t *s, const td_msg_t *msg)
 {
     store_order_t *o = NULL;
     store_order_t **link = &s->waiting;
 
-    if (msg->u.blocks.term < s->term) {
+    if (!leader_accepted(s, &msg->u.blocks)) {
         TD_LOG_WARN("store order of an old leader refused", "term=%llu newest=%llu",
                     (unsigned long long)msg->u.blocks.term, (unsigned long long)s->term);
         return;
     }
-    s->term = msg->u.blocks.term;
     if (msg->u.blocks.count > TD_TRANSFER_PIECES_MAX || s->waiting_count >= KVS_WAITING_MAX) {
         return; /* the master revokes it at its deadline */
     }
@@ -304,16 +346,10 @@ static void drop_key(kvs_segment_t *s, const td_block_key_t *key)
 {
     uint32_t idx = td_pool_find(s->pool, key);
 
-    for (store_order_t *o = s->active; o != NULL; o = o->next) {
-        for (uint32_t i = 0; i < o->count; i++) {
-            if (td_block_key_equal(&o->keys[i], key)) {
-                o->dropped[i] = true;
-            }
-        }
-    }
+    orders_drop(s->active, key);
+    orders_drop(s->waiting, key);
     if (idx != TD_POOL_NONE) {
-        td_pool_unindex(s->pool, idx);
-        td_pool_unref(s->pool, idx); /* stored blocks hold one reference; the epoch moves on */
+        block_drop(s, idx);
     }
 }
 
@@ -324,7 +360,8 @@ bool kvs_segment_handle(kvs_segment_t *s, const td_msg_t *msg)
         return true;
     }
     if (msg->type == TD_MSG_EVICT_ORDER) {
-        for (uint32_t i = 0; msg->u.blocks.term >= s->term && i < msg->u.blocks.count; i++) {
+        bool accepted = leader_accepted(s, &msg->u.blocks);
+        for (uint32_t i = 0; accepted && i < msg->u.blocks.count; i++) {
             drop_key(s, &msg->u.blocks.keys[i]);
         }
         return true;

@@ -240,6 +240,7 @@ typedef struct td_msg_end {
 typedef struct td_msg_blocks {
     uint64_t request; /* or order */
     uint64_t term;
+    uint64_t mount;        /* STORE_ORDER, EVICT_ORDER */
     const char *writer_id; /* STORE_ORDER */
     uint64_t writer_incarnation;
     uint32_t count;

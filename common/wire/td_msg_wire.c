@@ -422,6 +422,7 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
     case TD_MSG_STORE_ORDER:
         order.order = m->request;
         order.term = m->term;
+        order.mount = m->mount;
         order.writer_id = pb_text(m->writer_id);
         order.writer_incarnation = m->writer_incarnation;
         order.keys = pb_keys(m->keys, m->count);
@@ -444,6 +445,7 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
         break;
     case TD_MSG_EVICT_ORDER:
         evict.term = m->term;
+        evict.mount = m->mount;
         evict.keys = pb_keys(m->keys, m->count);
         env->body_case = TANDEM__V1__ENVELOPE__BODY_EVICT_ORDER;
         env->evict_order = &evict;
@@ -844,6 +846,7 @@ static td_status_t read_store_order(const PB(StoreOrder) * pb, td_msg_blocks_t *
     MUST(id_ok(pb->writer_id), "store_order: writer id");
     m->request = pb->order;
     m->term = pb->term;
+    m->mount = pb->mount;
     m->writer_id = pb->writer_id;
     m->writer_incarnation = pb->writer_incarnation;
     m->blocks = pb->blocks;
@@ -968,6 +971,7 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
         return read_store_done(env->store_done, &msg->u.blocks);
     case TANDEM__V1__ENVELOPE__BODY_EVICT_ORDER:
         msg->u.blocks.term = env->evict_order->term;
+        msg->u.blocks.mount = env->evict_order->mount;
         return read_keys(&env->evict_order->keys, &msg->u.blocks);
     case TANDEM__V1__ENVELOPE__BODY_LOOKUP:
         msg->u.blocks.request = env->lookup->request;

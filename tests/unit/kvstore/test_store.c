@@ -172,7 +172,7 @@ static void add_peer(td_transfer_t *to, const td_transfer_t *of, uint64_t incarn
     assert_int_equal(td_transfer_peer_add(to, &peer), TD_OK);
 }
 
-static int setup(void **state)
+static int setup_with(void **state, uint32_t keys_max)
 {
     world_t *w = calloc(1, sizeof(*w));
 
@@ -189,7 +189,7 @@ static int setup(void **state)
                                     BLOCK_BYTES, &w->pool),
                      TD_OK);
     td_transfer_set_pool(w->writer_transfer, w->pool);
-    assert_int_equal(kvs_master_create(w->store, w->metrics, 64, 1, &w->master), TD_OK);
+    assert_int_equal(kvs_master_create(w->store, w->metrics, keys_max, 1, &w->master), TD_OK);
     assert_int_equal(kvs_segment_create(w->store, w->store_transfer, w->metrics, SEGMENT_BLOCKS,
                                         BLOCK_BYTES, &w->segment),
                      TD_OK);
@@ -199,6 +199,16 @@ static int setup(void **state)
     send_peers(w, true);
     *state = w;
     return 0;
+}
+
+static int setup(void **state)
+{
+    return setup_with(state, 64);
+}
+
+static int setup_small_index(void **state)
+{
+    return setup_with(state, 8);
 }
 
 static int teardown(void **state)
@@ -416,6 +426,59 @@ static void test_f8_full_segment_evicts_and_takes_new_blocks(void **state)
     assert_int_equal(w->found, 0);
 }
 
+/* F8: so does an index that is smaller than the segments. */
+static void test_f8_full_index_evicts_and_takes_new_keys(void **state)
+{
+    world_t *w = *state;
+
+    for (uint32_t i = 0; i < 16; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+    lookup(w, 15, 1);
+    assert_int_equal(w->found, 1);
+}
+
+/* A segment that the master has lost and mounts again gives back what the index knows nothing of.
+ */
+static void test_store_segment_mounted_again_is_empty(void **state)
+{
+    world_t *w = *state;
+
+    for (uint32_t i = 0; i < 12; i++) {
+        put_blocks(w, i, 1);
+    }
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    kvs_master_peer_down(w->master, "store", STORE);
+    kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
+    for (uint32_t i = 12; i < 28; i++) {
+        put_blocks(w, i, 1);
+    }
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 12, 16);
+    assert_int_equal(w->found, 16);
+}
+
+/* The writer's pins end with the segment that was to store its blocks. */
+static void test_store_dead_segment_ends_the_writers_pins(void **state)
+{
+    world_t *w = *state;
+    td_msg_t msg;
+    td_msg_arena_t *arena = NULL;
+
+    put_blocks(w, 0, 1);
+    for (int i = 0; td_bus_recv(w->store, &msg, &arena) != TD_OK; i++) {
+        assert_true(i < 1000);
+        td_bus_wait(w->writer, NULL, 0, 0, NULL);
+        td_bus_wait(w->store, NULL, 0, 10, NULL);
+    }
+    assert_true(kvs_master_handle(w->master, &msg)); /* its PutStart; the order is never handled */
+    td_msg_arena_free(arena);
+    kvs_master_peer_down(w->master, "store", STORE);
+    w->store_frozen = true;
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+}
+
 static void test_store_lease_blocks_eviction(void **state)
 {
     world_t *w = *state;
@@ -463,6 +526,11 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_f7_dead_writers_keys_are_revoked, setup, teardown),
         cmocka_unit_test_setup_teardown(test_f7_keys_without_a_result_are_revoked, setup, teardown),
         cmocka_unit_test_setup_teardown(test_f8_full_segment_evicts_and_takes_new_blocks, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f8_full_index_evicts_and_takes_new_keys,
+                                        setup_small_index, teardown),
+        cmocka_unit_test_setup_teardown(test_store_segment_mounted_again_is_empty, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_store_dead_segment_ends_the_writers_pins, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_store_lease_blocks_eviction, setup, teardown),
         cmocka_unit_test_setup_teardown(
