@@ -15,6 +15,7 @@
 A test that fails prints its traceback, and a cluster it was inside of the ends of all logs.
 """
 import argparse
+import glob
 import http.client
 import json
 import os
@@ -251,6 +252,32 @@ class Cluster:
 
     def kill(self, process_id, sig=signal.SIGKILL):
         os.kill(self.processes[process_id]["pid"], sig)
+
+    def restart(self, process_id, sig=signal.SIGKILL):
+        """Ends a process and starts it again in place: same id, flags and addresses."""
+        entry = self.processes[process_id]
+        ready = os.path.join(self.run_dir, f"{process_id}.ready")
+        with open(f"/proc/{entry['pid']}/cmdline", encoding="utf-8") as file:
+            command = file.read().split("\0")[:-1]
+        with open(ready, encoding="utf-8") as file:
+            http_address, bus_endpoint = file.read().split()
+        command[command.index("--http") + 1] = http_address
+        command[command.index("--listen") + 1] = bus_endpoint
+        self.kill(process_id, sig)
+        # A leader may be a zombie while its threads still end, and hold the ports.
+        tasks = f"/proc/{entry['pid']}/task/*"
+        wait_until(lambda: not self.alive(process_id) and len(glob.glob(tasks)) < 2, 20,
+                   f"{process_id} has ended")
+        os.remove(ready)
+        with open(entry["log"], "ab") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                       env=self.env, start_new_session=True)
+        entry["pid"] = process.pid
+        with open(os.path.join(self.run_dir, "cluster.json"), "w", encoding="utf-8") as file:
+            entries = ",\n ".join(json.dumps(each) for each in self.processes.values())
+            file.write(f"[\n {entries}\n]\n")
+        wait_until(lambda: os.path.exists(ready) and os.path.getsize(ready) > 0, self.timeout_s,
+                   f"{process_id} is ready again")
 
     def alive(self, process_id):
         """False also for a zombie."""

@@ -20,6 +20,7 @@
 
 typedef struct outbox_entry {
     struct outbox_entry *next;
+    bool is_register;
     size_t len;
     uint8_t bytes[];
 } outbox_entry_t;
@@ -306,7 +307,28 @@ static void flush_peer(td_bus_t *bus, bus_peer_t *peer)
     }
 }
 
-static td_status_t outbox_push(td_bus_t *bus, bus_peer_t *peer, const td_str_t *bytes)
+/* Only the newest registration counts; they must not pile up for a router that is away. */
+static void drop_registers(td_bus_t *bus, bus_peer_t *peer)
+{
+    outbox_entry_t **link = &peer->head;
+
+    peer->tail = NULL;
+    while (*link != NULL) {
+        outbox_entry_t *entry = *link;
+        if (entry->is_register) {
+            *link = entry->next;
+            td_free(entry);
+            peer->waiting--;
+            bus->waiting--;
+        } else {
+            peer->tail = entry;
+            link = &entry->next;
+        }
+    }
+}
+
+static td_status_t outbox_push(td_bus_t *bus, bus_peer_t *peer, const td_str_t *bytes,
+                               bool is_register)
 {
     outbox_entry_t *entry = NULL;
 
@@ -318,6 +340,7 @@ static td_status_t outbox_push(td_bus_t *bus, bus_peer_t *peer, const td_str_t *
         return TD_ERR_NO_MEMORY;
     }
     entry->next = NULL;
+    entry->is_register = is_register;
     entry->len = bytes->len;
     memcpy(entry->bytes, bytes->bytes, bytes->len);
     if (peer->tail != NULL) {
@@ -347,15 +370,14 @@ td_status_t td_bus_send(td_bus_t *bus, const char *id, td_msg_t *msg)
     td_str_clear(&bus->scratch);
     TD_TRY(td_msg_encode(msg, &bus->scratch));
     if (msg->type == TD_MSG_REGISTER) {
-        outbox_clear(bus,
-                     peer); /* it makes what waits void; they must not pile up for a router away */
+        drop_registers(bus, peer);
     }
     flush_peer(bus, peer);
     if (peer->head == NULL &&
         zmq_send(peer->dealer, bus->scratch.bytes, bus->scratch.len, ZMQ_DONTWAIT) >= 0) {
         return TD_OK;
     }
-    return outbox_push(bus, peer, &bus->scratch);
+    return outbox_push(bus, peer, &bus->scratch, msg->type == TD_MSG_REGISTER);
 }
 
 void td_bus_wait(td_bus_t *bus, const int *fds, uint32_t fd_count, uint32_t timeout_ms,

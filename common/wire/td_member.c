@@ -123,11 +123,9 @@ void td_member_tick(td_member_t *m, const td_msg_heartbeat_t *load)
         fence(m, false);
     }
     if (m->registered && silent_ms > ROUTER_SILENT_MS) {
-        /* A router that came back has another incarnation and does not know us. */
+        /* One that came back has another incarnation and does not know us. One that only slept
+         * shall get what was sent meanwhile, so the connection stays until it answers. */
         m->registered = false;
-        if (td_bus_connect(m->bus, TD_ROUTER_ID, m->router_endpoint, 0) != TD_OK) {
-            TD_LOG_WARN("router cannot be reached again", "endpoint=%s", m->router_endpoint);
-        }
     }
     if (now < m->next_send_ns) {
         return;
