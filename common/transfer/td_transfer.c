@@ -28,6 +28,7 @@
 #endif
 #define PROGRESS_PER_TURN 256 /* so that a flood of answers cannot starve commands */
 #define POLL_BUSY_MS 5
+#define RECONNECT_MS 100u
 #define POLL_IDLE_MS 500 /* UCX's keepalive runs only inside progress */
 
 /* --- wire: little-endian structs over active messages, both ends of one build's layout ---------
@@ -62,15 +63,16 @@ _Static_assert(sizeof(ask_header_t) == 32 && sizeof(ask_piece_t) == 24 &&
                    sizeof(answer_header_t) == 32,
                "layout on the wire");
 
-typedef struct peer {
+typedef struct peer { /* known until membership takes it away; its connection may come and go */
     uint64_t incarnation;
-    ucp_ep_h ep;
+    struct command *info; /* owned: how to reach it */
+    ucp_ep_h ep;          /* NULL: not connected now */
+    uint64_t retry_ns;    /* not connected again before */
     ucp_rkey_h rkey;
     const uint8_t *mapped; /* the peer's pool in our address space, or NULL: tcp */
     uint32_t block_count;
     uint32_t block_bytes;
     bool failed;
-    struct td_transfer *transfer;
     struct peer *next;
 } peer_t;
 
@@ -222,8 +224,9 @@ static td_status_t map_memory(td_transfer_t *t)
     TD_TRY(ucx_status(ucp_mem_map(t->context, &mp, &t->memh), "ucp_mem_map"));
     TD_TRY(ucx_status(ucp_mem_query(t->memh, &attr), "ucp_mem_query"));
     t->memory = attr.address;
-    /* Page faults now, not in a request, and where the kernel can all in one call. Without shared memory
-     * UCX takes the bytes from the heap, with whatever was there: they are cleared in any case. */
+    /* Page faults now, not in a request, and where the kernel can all in one call. Without shared
+     * memory UCX takes the bytes from the heap, with whatever was there: they are cleared in any
+     * case. */
     (void)madvise(t->memory, bytes & ~(size_t)4095, MADV_POPULATE_WRITE);
     memset(t->memory, 0, bytes);
     return ucx_status(ucp_rkey_pack(t->context, t->memh, &t->rkey, &t->rkey_len), "ucp_rkey_pack");
@@ -505,42 +508,57 @@ static void try_map(peer_t *peer, const command_t *c)
     }
 }
 
-static void peer_add(td_transfer_t *t, const command_t *c)
+/* Connects a peer, again after a failure: a cut that has healed leaves both processes as they were.
+ */
+static bool peer_connect(td_transfer_t *t, peer_t *peer)
 {
-    peer_t *peer = peer_find(t, c->id);
     ucp_ep_params_t params = {
         .field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
                       UCP_EP_PARAM_FIELD_ERR_HANDLER,
-        .address = (const ucp_address_t *)c->bytes,
+        .address = (const ucp_address_t *)peer->info->bytes,
         .err_mode = UCP_ERR_HANDLING_MODE_PEER,
+        .err_handler = {.cb = on_peer_error, .arg = peer},
     };
     ucs_status_t status = UCS_OK;
 
-    if (peer != NULL) {
-        return;
+    if (peer->ep != NULL) {
+        return !peer->failed;
     }
-    peer = td_calloc(1, sizeof(*peer));
-    if (peer == NULL) {
+    if (td_now_ns() < peer->retry_ns) {
+        return false;
+    }
+    peer->retry_ns = td_now_ns() + RECONNECT_MS * TD_NS_PER_MS;
+    peer->failed = false;
+    status = ucp_ep_create(t->worker, &params, &peer->ep);
+    if (status != UCS_OK) {
+        peer->ep = NULL;
+        TD_LOG_WARN("transfer peer unreachable", "peer=%016llx err=\"%s\"",
+                    (unsigned long long)peer->incarnation, ucs_status_string(status));
+        return false;
+    }
+    try_map(peer, peer->info);
+    TD_LOG_INFO("transfer peer connected", "peer=%016llx carrier=%s",
+                (unsigned long long)peer->incarnation,
+                td_carrier_name(peer->mapped != NULL ? TD_CARRIER_SHM : TD_CARRIER_TCP));
+    return true;
+}
+
+/* Takes the command: it says how to connect, now and later. */
+static void peer_add(td_transfer_t *t, command_t *c)
+{
+    peer_t *peer = peer_find(t, c->id);
+
+    if (peer != NULL || (peer = td_calloc(1, sizeof(*peer))) == NULL) {
+        td_free(c);
         return;
     }
     peer->incarnation = c->id;
     peer->block_count = c->block_count;
     peer->block_bytes = c->block_bytes;
-    peer->transfer = t;
-    params.err_handler.cb = on_peer_error;
-    params.err_handler.arg = peer;
-    status = ucp_ep_create(t->worker, &params, &peer->ep);
-    if (status != UCS_OK) {
-        TD_LOG_WARN("transfer peer unreachable", "peer=%016llx err=\"%s\"",
-                    (unsigned long long)c->id, ucs_status_string(status));
-        td_free(peer);
-        return;
-    }
-    try_map(peer, c);
-    TD_LOG_INFO("transfer peer added", "peer=%016llx carrier=%s", (unsigned long long)c->id,
-                td_carrier_name(peer->mapped != NULL ? TD_CARRIER_SHM : TD_CARRIER_TCP));
+    peer->info = c;
     peer->next = t->peers;
     t->peers = peer;
+    (void)peer_connect(t, peer);
 }
 
 static void fetch_end(td_transfer_t *t, td_fetch_t **link, td_status_t status)
@@ -574,32 +592,29 @@ static void jobs_drop_of(td_transfer_t *t, uint64_t asker)
     t->jobs_tail = link;
 }
 
-static void peer_remove(td_transfer_t *t, uint64_t incarnation)
+/* Ends what is under way with a peer, and its connection. */
+static void peer_disconnect(td_transfer_t *t, peer_t *peer)
 {
-    peer_t **link = &t->peers;
-    peer_t *peer = NULL;
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS,
                                  .flags = UCP_EP_CLOSE_FLAG_FORCE};
     void *request = NULL;
 
-    while (*link != NULL && (*link)->incarnation != incarnation) {
-        link = &(*link)->next;
-    }
-    if (*link == NULL) {
-        return;
-    }
-    peer = *link;
-    *link = peer->next;
     for (td_fetch_t **f = &t->fetches; *f != NULL;) {
-        if ((*f)->peer == incarnation) {
+        if ((*f)->peer == peer->incarnation) {
             fetch_end(t, f, TD_ERR_PEER_DEAD);
         } else {
             f = &(*f)->next;
         }
     }
-    jobs_drop_of(t, incarnation);
+    jobs_drop_of(t, peer->incarnation);
+    peer->failed = false; /* that was the connection's; the next one starts afresh */
     if (peer->rkey != NULL) {
         ucp_rkey_destroy(peer->rkey); /* unmaps; no copy from it can be under way: one thread */
+        peer->rkey = NULL;
+        peer->mapped = NULL;
+    }
+    if (peer->ep == NULL) {
+        return;
     }
     request = ucp_ep_close_nbx(peer->ep, &param);
     while (UCS_PTR_IS_PTR(request) && ucp_request_check_status(request) == UCS_INPROGRESS) {
@@ -608,18 +623,34 @@ static void peer_remove(td_transfer_t *t, uint64_t incarnation)
     if (UCS_PTR_IS_PTR(request)) {
         ucp_request_free(request);
     }
+    peer->ep = NULL;
+}
+
+static void peer_remove(td_transfer_t *t, uint64_t incarnation)
+{
+    peer_t **link = &t->peers;
+    peer_t *peer = NULL;
+
+    while (*link != NULL && (*link)->incarnation != incarnation) {
+        link = &(*link)->next;
+    }
+    if (*link == NULL) {
+        return;
+    }
+    peer = *link;
+    peer_disconnect(t, peer);
+    /* Progress inside the disconnect runs callbacks, but none that changes the list of peers. */
+    *link = peer->next;
+    td_free(peer->info);
     td_free(peer);
 }
 
-static void remove_failed_peers(td_transfer_t *t)
+static void disconnect_failed_peers(td_transfer_t *t)
 {
-    for (peer_t *p = t->peers; p != NULL;) {
-        peer_t *next = p->next;
-        if (p->failed) {
-            peer_remove(t, p->incarnation);
-            next = t->peers; /* the list changed */
+    for (peer_t *p = t->peers; p != NULL; p = p->next) {
+        if (p->failed && p->ep != NULL) {
+            peer_disconnect(t, p);
         }
-        p = next;
     }
 }
 
@@ -712,7 +743,7 @@ static bool drive_fetches(td_transfer_t *t)
         td_fetch_t *fetch = *link;
         peer_t *peer = peer_find(t, fetch->peer);
         td_status_t status = TD_INPROGRESS;
-        if (peer == NULL || peer->failed) {
+        if (peer == NULL || peer->failed || (peer->ep == NULL && !peer_connect(t, peer))) {
             status = TD_ERR_PEER_DEAD;
         } else if (now >= fetch->deadline_ns) {
             status = TD_ERR_TIMEOUT;
@@ -729,6 +760,11 @@ static bool drive_fetches(td_transfer_t *t)
             fetch->carrier = TD_CARRIER_TCP;
             status = send_ask(t, peer, fetch);
             status = status == TD_OK ? TD_INPROGRESS : status;
+        }
+        if (status == TD_ERR_TIMEOUT && fetch->carrier == TD_CARRIER_TCP && fetch->bytes == 0) {
+            /* Not one answer: after a cut UCX may keep a connection that leads nowhere, without a word.
+             * The next fetch gets a new one. */
+            peer->failed = true;
         }
         if (status == TD_INPROGRESS) {
             link = &fetch->next;
@@ -922,7 +958,7 @@ static bool drive_jobs(td_transfer_t *t)
     while (t->jobs != NULL && (staging = staging_free(t)) != NULL) {
         job_t *job = t->jobs;
         peer_t *peer = peer_find(t, job->asker);
-        if (peer == NULL || peer->failed) {
+        if (peer == NULL || peer->failed || (peer->ep == NULL && !peer_connect(t, peer))) {
             job->next_piece = job->piece_count;
         } else {
             send_answer(t, peer, job, staging);
@@ -948,7 +984,7 @@ static void run_command(td_transfer_t *t, command_t *c)
     switch (c->kind) {
     case CMD_PEER_ADD:
         peer_add(t, c);
-        break;
+        return; /* the peer keeps the command */
     case CMD_PEER_REMOVE:
         peer_remove(t, c->id);
         break;
@@ -1027,7 +1063,7 @@ static void *transfer_main(void *arg)
         run_commands(t);
         for (int i = 0; i < PROGRESS_PER_TURN && ucp_worker_progress(t->worker) != 0; i++) {
         }
-        remove_failed_peers(t);
+        disconnect_failed_peers(t);
         left = drive_fetches(t);
         left |= drive_jobs(t) && staging_free(t) != NULL;
         if (!left) {
