@@ -16,7 +16,7 @@
     (256u * 1024u) /* layers are gathered to pieces of at least this together */
 
 typedef enum pfn_state {
-    PFN_WAIT_BLOCKS, /* the pool is full; tried again when blocks come free */
+    PFN_WAIT_BLOCKS, /* the pool is full; the oldest is tried again when blocks come free */
     PFN_WAIT_LOOKUP, /* the store was asked for the rest of the prefix */
     PFN_WAIT_FETCH,  /* prefix blocks are on their way from the store */
     PFN_COMPUTE,     /* in the queue for batches, or in one */

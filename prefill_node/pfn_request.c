@@ -116,6 +116,18 @@ static td_status_t check_work(const pfn_node_t *p, const td_msg_work_t *w)
     return TD_OK;
 }
 
+/* Does a request wait for blocks? Who comes later waits behind it, however little it needs: else a
+ * long prompt would never find its blocks free together (F14). */
+static bool blocks_are_awaited(const pfn_node_t *p, const pfn_request_t *by_other_than)
+{
+    for (const pfn_request_t *r = p->requests; r != NULL; r = r->next) {
+        if (r != by_other_than && r->state == PFN_WAIT_BLOCKS) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static td_status_t alloc_request(pfn_node_t *p, pfn_request_t *r)
 {
     const td_kv_layout_t *layout = td_node_layout(&p->node);
@@ -210,13 +222,16 @@ void pfn_request_start(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **aren
     TD_LOG_DEBUG("prefill started", "req=%s attempt=%u prompt_tokens=%u decode=%s",
                  r->work.request_id, r->attempt, r->work.prompt_tokens, r->work.peer_id);
     TD_FAULT_POINT("prefill_start");
-    pfn_prefix_begin(p, r);
+    if (!blocks_are_awaited(p, r)) {
+        pfn_prefix_begin(p, r);
+    }
 }
 
 void pfn_request_tick(pfn_node_t *p)
 {
     uint64_t now = td_now_ns();
     pfn_request_t *next = NULL;
+    bool awaited = false;
 
     for (pfn_request_t *r = p->requests; r != NULL; r = next) {
         next = r->next;
@@ -225,8 +240,9 @@ void pfn_request_tick(pfn_node_t *p)
         }
         if (now >= r->deadline_ns || (r->state == PFN_WAIT_ACK && now >= r->ack_deadline_ns)) {
             pfn_request_end(p, r, TD_ERR_TIMEOUT);
-        } else if (r->state == PFN_WAIT_BLOCKS) {
+        } else if (r->state == PFN_WAIT_BLOCKS && !awaited) {
             pfn_prefix_begin(p, r);
+            awaited = r->state == PFN_WAIT_BLOCKS;
         }
     }
 }

@@ -209,6 +209,24 @@ static void test_prefill_waits_for_blocks_then_goes_on(void **state)
     assert_nothing_held(w);
 }
 
+/* F14: a long prompt is not passed over for ever by short ones that always fit. */
+static void test_f14_prefill_short_prompts_wait_behind_a_long_one(void **state)
+{
+    world_t *w = *state;
+    pfn_request_t *a = start(w, work_of(1, 80));  /* 5 blocks of 12 */
+    pfn_request_t *b = start(w, work_of(2, 160)); /* 10 */
+    pfn_request_t *c = start(w, work_of(3, 16));  /* 1 */
+
+    assert_int_equal(b->state, PFN_WAIT_BLOCKS);
+    assert_int_equal(c->state, PFN_WAIT_BLOCKS);
+    pfn_request_tick(w->pfn);
+    assert_int_equal(c->state, PFN_WAIT_BLOCKS);
+    pfn_request_end(w->pfn, a, TD_ERR_CANCELLED);
+    pfn_request_tick(w->pfn);
+    assert_int_equal(b->state, PFN_COMPUTE);
+    assert_int_equal(c->state, PFN_COMPUTE);
+}
+
 /* F2: whichever state it is in, its end gives everything back and is told once. */
 static void test_f2_prefill_cancelled_before_it_came_is_never_started(void **state)
 {
@@ -356,6 +374,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(
             test_prefill_cached_prefix_is_announced_at_once_but_never_the_last_position, setup,
             teardown),
+        cmocka_unit_test_setup_teardown(test_f14_prefill_short_prompts_wait_behind_a_long_one,
+                                        setup, teardown),
         cmocka_unit_test_setup_teardown(test_prefill_deadline_ends_the_request, setup, teardown),
         cmocka_unit_test_setup_teardown(test_prefill_unsent_kv_ready_ends_the_request, setup,
                                         teardown),
