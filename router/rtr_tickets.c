@@ -831,6 +831,10 @@ static void prefill_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t
         ticket_busy(ts, t, t->prefill.slot);
         return;
     }
+    if (m->status != TD_OK && t->given) {
+        prefill_release(ts, t); /* the decode node has all it needs: the stream goes on */
+        return;
+    }
     if (m->status != TD_OK) {
         ticket_failed(ts, t, m->status, t->prefill.slot, "prefill leg failed");
         return;
@@ -1023,6 +1027,8 @@ static void ticket_node_down(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot)
     }
     if (t->decode.slot == slot) {
         ticket_failed(ts, t, TD_ERR_PEER_DEAD, slot, "decode node died");
+    } else if (t->prefill.slot == slot && t->given) {
+        prefill_release(ts, t);
     } else if (t->prefill.slot == slot && t->prefill.held) {
         ticket_failed(ts, t, TD_ERR_PEER_DEAD, slot, "prefill node died");
     }

@@ -663,6 +663,25 @@ static void test_a_decode_death_in_a_stream_is_an_error_event(void **state)
     assert_at_rest(fx);
 }
 
+static void test_a_prefill_death_in_a_stream_goes_unnoticed(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
+    while (!req->ready) {
+        spin(fx, NULL);
+    }
+    new_life(fx, prefill); /* before it said that its leg is over */
+    send_token(decode, run.ticket, run.attempt, 0, 1, "llo", TD_FINISH_LENGTH);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "data: [DONE]");
+    assert_at_rest(fx);
+}
+
 static void test_a_decode_death_in_a_whole_answer_begins_anew(void **state)
 {
     fixture_t *fx = *state;
@@ -944,6 +963,7 @@ int main(void)
         T(test_a_request_the_node_cannot_do_is_400),
         T(test_a_decode_death_before_the_first_token_goes_unnoticed),
         T(test_a_decode_death_in_a_stream_is_an_error_event),
+        T(test_a_prefill_death_in_a_stream_goes_unnoticed),
         T(test_a_decode_death_in_a_whole_answer_begins_anew),
         T(test_a_prefill_death_before_its_leg_is_over_is_retried),
         T(test_a_silent_node_is_dead_and_must_begin_a_new_life),
