@@ -95,12 +95,17 @@ static td_status_t fetch_missing(dcn_node_t *d, dcn_ticket_t *t)
 
     t->refetched = true;
     grow_to(t, t->blocks);
-    for (uint32_t i = t->ready.first_block; i < t->blocks; i++) {
+    for (uint32_t i = t->held_blocks; i < t->blocks;) {
         uint32_t at = i - t->ready.first_block;
-        if (i >= t->held_blocks && t->layers[i] < layers) {
-            t->layers[i] = 0;
-            TD_TRY(submit_range(d, t, 0, layers, i, 1, &t->ready.blocks[at], &t->ready.epochs[at]));
+        uint32_t end = i;
+        while (end < t->blocks && t->layers[end] < layers) {
+            t->layers[end++] = 0;
         }
+        if (end > i) { /* one fetch for each run: there may be more blocks than fetches under way */
+            TD_TRY(submit_range(d, t, 0, layers, i, end - i, &t->ready.blocks[at],
+                                &t->ready.epochs[at]));
+        }
+        i = TD_MAX(end, i + 1);
     }
     return TD_OK;
 }
@@ -177,7 +182,8 @@ static void advance(dcn_node_t *d, dcn_ticket_t *t)
         return;
     }
     if (t->fetches > 0) {
-        return; /* also when KV is not needed: choices take the sequence, so nothing may write into it */
+        return; /* also when KV is not needed: choices take the sequence, so nothing may write into
+                   it */
     }
     if (!needs_kv(d, t)) {
         acknowledge(d, t);
