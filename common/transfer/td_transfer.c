@@ -21,6 +21,7 @@
 #define AM_ANSWER 2u
 #define COMMANDS_MAX 16384u
 #define ANSWERS_IN_FLIGHT_MAX 8u /* staging buffers */
+#define ANSWERS_OF_PEER_MAX 2u   /* of those: a frozen asker must not hold up the others */
 #define JOBS_MAX 1024u           /* asks waiting for a staging buffer */
 #define SHM_BYTES_PER_TURN (8u << 20)
 #ifndef MADV_POPULATE_WRITE
@@ -87,6 +88,7 @@ typedef struct job { /* an ask being answered */
 
 typedef struct staging { /* one answer in flight */
     answer_header_t header;
+    uint64_t asker;
     uint8_t *bytes; /* owned; [staging_bytes] */
     bool busy;
 } staging_t;
@@ -937,42 +939,52 @@ static void send_answer(td_transfer_t *t, const peer_t *peer, job_t *job, stagin
         return;
     }
     staging->busy = request != NULL;
+    staging->asker = job->asker;
     metric_add(t->answered_bytes, len);
     TD_FAULT_POINT("transfer_answer");
 }
 
-static staging_t *staging_free(td_transfer_t *t)
+/* A buffer for an answer to the asker, if one is free and it has not its share in flight. */
+static staging_t *staging_for(td_transfer_t *t, uint64_t asker)
 {
+    staging_t *unused = NULL;
+    uint32_t in_flight = 0;
+
     for (uint32_t i = 0; i < ANSWERS_IN_FLIGHT_MAX; i++) {
         if (!t->staging[i].busy) {
-            return &t->staging[i];
+            unused = &t->staging[i];
+        } else if (t->staging[i].asker == asker) {
+            in_flight++;
         }
     }
-    return NULL;
+    return in_flight < ANSWERS_OF_PEER_MAX ? unused : NULL;
 }
 
-static bool drive_jobs(td_transfer_t *t)
+/* Sends what there are buffers for; what is left goes on when an answer has been sent. */
+static void drive_jobs(td_transfer_t *t)
 {
-    staging_t *staging = NULL;
-
-    while (t->jobs != NULL && (staging = staging_free(t)) != NULL) {
-        job_t *job = t->jobs;
+    for (job_t **link = &t->jobs; *link != NULL;) {
+        job_t *job = *link;
         peer_t *peer = peer_find(t, job->asker);
+        staging_t *staging = NULL;
         if (peer == NULL || peer->failed || (peer->ep == NULL && !peer_connect(t, peer))) {
             job->next_piece = job->piece_count;
-        } else {
+        }
+        while (job->next_piece < job->piece_count &&
+               (staging = staging_for(t, job->asker)) != NULL) {
             send_answer(t, peer, job, staging);
         }
-        if (job->next_piece == job->piece_count) {
-            t->jobs = job->next;
-            if (t->jobs == NULL) {
-                t->jobs_tail = &t->jobs;
-            }
-            t->job_count--;
-            td_free(job);
+        if (job->next_piece < job->piece_count) {
+            link = &job->next;
+            continue;
         }
+        *link = job->next;
+        if (*link == NULL) {
+            t->jobs_tail = link;
+        }
+        t->job_count--;
+        td_free(job);
     }
-    return t->jobs != NULL;
 }
 
 /* --- the thread: loop ------------------------------------------------------------------------- */
@@ -1065,7 +1077,7 @@ static void *transfer_main(void *arg)
         }
         disconnect_failed_peers(t);
         left = drive_fetches(t);
-        left |= drive_jobs(t) && staging_free(t) != NULL;
+        drive_jobs(t);
         if (!left) {
             sleep_until_event(t);
         }
