@@ -398,7 +398,7 @@ def test_frozen_processes_thaw_and_serve(options):
 
 @test
 def test_sigterm_under_load_drains(options):
-    with Cluster(options.bin, kv_memory="256M") as c:
+    with Cluster(options.bin, kv_memory="256M", router_args=["--drain-ms", "60000"]) as c:
         ask(c)
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             under_way = [pool.submit(c.complete, f"{i} {PROMPT}", max_tokens=40, ignore_eos=True,
