@@ -102,6 +102,21 @@ def test_i1_prefix_from_the_store_on_another_prefill_node(options):
 
 
 @test
+def test_i1_prefix_from_two_segments(options):
+    prompts = [ids for ids in reference_prompts() if len(ids) > 40]
+    expected = one_process(options, prompts)
+    with cluster_of(options, prefill=2, kvstore=2) as c:
+        check_all(c, prompts, expected, tandem={"prefill": "prefill-1"})
+        stored = lambda node: c.metrics(node)['tandem_kvstore_kv_blocks{state="cached"}']
+        c.wait_until(lambda: stored("kvstore-1") > 0 and stored("kvstore-2") > 0, 10,
+                     "blocks in both segments")
+        check_all(c, prompts, expected, tandem={"prefill": "prefill-2"})
+        series = c.metrics("prefill-2")
+        assert series['tandem_prefill_prompt_tokens_total{source="store"}'] > 0
+        assert series["tandem_prefill_checksum_failures_total"] == 0
+
+
+@test
 def test_i1_precisions_are_classes_of_their_own(options):
     with cluster_of(options, precision="exact") as c:
         ids = reference_prompts()[0]
