@@ -1,6 +1,7 @@
 """make chaos: the matrix of the test files here, many rounds. Prints each failing cell; exits 1 on any."""
 import argparse
 import os
+import signal
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -12,6 +13,7 @@ def run():
     parser.add_argument("--bin", default="build/test/bin")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clusters are stopped
     failed = total = 0
     for role in ("prefill", "decode", "kvstore"):
         for carrier in faults.CARRIERS:
