@@ -43,7 +43,6 @@ typedef struct dcn_ticket {
     td_msg_work_t work;    /* borrows from arena */
     td_msg_arena_t *arena; /* owned */
     td_block_root_t root;
-    uint64_t prefill_incarnation;
     uint64_t deadline_ns;
     uint32_t blocks; /* of the prompt, with a partial last one */
     uint32_t full_blocks;

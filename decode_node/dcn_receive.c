@@ -33,7 +33,7 @@ static td_status_t submit_range(dcn_node_t *d, dcn_ticket_t *t, uint32_t layer_b
                                 const uint32_t *blocks, const uint64_t *epochs)
 {
     size_t layer_bytes = td_kv_layer_bytes(td_node_layout(&d->node));
-    td_node_fetch_t *job = td_node_fetch_new(&d->node, t->prefill_incarnation, count);
+    td_node_fetch_t *job = td_node_fetch_new(&d->node, t->work.peer_incarnation, count);
 
     if (job == NULL) {
         return TD_ERR_BUSY;
@@ -72,7 +72,7 @@ void dcn_receive_layers(dcn_node_t *d, const td_msg_t *msg)
     td_status_t status = TD_OK;
 
     if (t == NULL || t->state != DCN_FETCHING ||
-        msg->sender_incarnation != t->prefill_incarnation) {
+        msg->sender_incarnation != t->work.peer_incarnation) {
         return;
     }
     if (m->layer_end > td_node_layout(&d->node)->layers || m->first_block < t->held_blocks ||
@@ -212,7 +212,7 @@ void dcn_receive_ready(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **aren
     dcn_ticket_t *t = dcn_ticket_find(d, m->ticket, m->attempt);
 
     if (t == NULL || t->state != DCN_FETCHING || t->ready_arena != NULL ||
-        msg->sender_incarnation != t->prefill_incarnation) {
+        msg->sender_incarnation != t->work.peer_incarnation) {
         return;
     }
     if (m->first_block > t->held_blocks || m->count != t->blocks - m->first_block ||

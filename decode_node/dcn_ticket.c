@@ -199,7 +199,6 @@ static dcn_ticket_t *ticket_new(dcn_node_t *d, const td_msg_t *msg, td_msg_arena
     t->ticket = msg->u.work.ticket;
     t->attempt = msg->u.work.attempt;
     t->work = msg->u.work;
-    t->prefill_incarnation = t->work.peer_incarnation;
     t->deadline_ns = td_now_ns() + t->work.budget_ms * TD_NS_PER_MS;
     t->arena = *arena;
     *arena = NULL;

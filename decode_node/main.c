@@ -20,7 +20,7 @@ static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
     for (dcn_ticket_t *t = d->tickets; t != NULL; t = next) {
         next = t->next;
         /* Once admitted a request needs its prefill node no more. */
-        if (t->prefill_incarnation == incarnation && t->state == DCN_FETCHING) {
+        if (t->work.peer_incarnation == incarnation && t->state == DCN_FETCHING) {
             dcn_ticket_end(d, t, TD_ERR_PEER_DEAD);
         }
     }
@@ -139,8 +139,6 @@ static td_status_t start(dcn_node_t *d)
                              .metric_prefix = "tandem_decode",
                              .kv_metric = "tandem_decode_kv_blocks",
                              .checksum_metric = "tandem_decode_checksum_failures_total",
-                             .rows_max = DCN_BATCH_ROWS_MAX,
-                             .logit_rows_max = DCN_BATCH_ROWS_MAX,
                              .kv_bytes = td_config_u64(c, "kv-memory"),
                              .events = {.ctx = d, .peer_down = on_peer_down, .fenced = on_fenced}};
 

@@ -6,7 +6,6 @@
 #include "prefill_node/pfn_node.h"
 
 #define CHUNK_TOKENS_MAX 4096
-#define LOGIT_ROWS 64u
 
 static const td_option_t options[] = {
     TD_PROC_OPTIONS,
@@ -23,7 +22,7 @@ static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
     (void)id;
     for (pfn_request_t *r = p->requests; r != NULL; r = next) {
         next = r->next;
-        if (r->decode_incarnation == incarnation) {
+        if (r->work.peer_incarnation == incarnation) {
             pfn_request_end(p, r, TD_ERR_PEER_DEAD);
         }
     }
@@ -57,7 +56,7 @@ static void handle_answer(pfn_node_t *p, const td_msg_t *msg)
     const td_msg_ticket_t *t = &msg->u.ticket;
     pfn_request_t *r = pfn_request_find(p, t->ticket, t->attempt);
 
-    if (r == NULL || msg->sender_incarnation != r->decode_incarnation) {
+    if (r == NULL || msg->sender_incarnation != r->work.peer_incarnation) {
         return;
     }
     if (msg->type == TD_MSG_KV_ACK && r->state == PFN_WAIT_ACK) {
@@ -161,7 +160,7 @@ static td_status_t start(pfn_node_t *p)
                              .kv_bytes = td_config_u64(c, "kv-memory"),
                              .events = {.ctx = p, .peer_down = on_peer_down, .fenced = on_fenced}};
 
-    setup.logit_rows_max = TD_MIN(setup.rows_max, LOGIT_ROWS);
+    setup.logit_rows_max = TD_MIN(setup.rows_max, PFN_LOGIT_ROWS_MAX);
     p->chunk_tokens = setup.rows_max;
     p->batch.rows = td_calloc(p->chunk_tokens, sizeof(*p->batch.rows));
     p->scratch_blocks = td_calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_blocks));

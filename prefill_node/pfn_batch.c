@@ -9,8 +9,6 @@
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
 
-#define LOGIT_ROWS_MAX 64u
-
 /* --- the worker's thread -----------------------------------------------------------------------
  */
 
@@ -129,7 +127,6 @@ static void add_part(pfn_node_t *p, pfn_request_t *r, uint32_t *rows_left, uint3
     last = count == left;
     end = r->done_tokens + count;
     *part = (pfn_part_t){.request = r,
-                         .first_row = p->batch.row_count,
                          .row_count = count,
                          .block_begin = r->announced_blocks,
                          .block_end = last ? r->blocks : end / block_tokens,
@@ -168,7 +165,7 @@ static uint32_t choose_layers_step(const pfn_node_t *p)
 void pfn_batch_schedule(pfn_node_t *p)
 {
     uint32_t rows_left = p->chunk_tokens;
-    uint32_t logits_left = LOGIT_ROWS_MAX;
+    uint32_t logits_left = PFN_LOGIT_ROWS_MAX;
 
     if (td_worker_is_busy(p->node.worker)) {
         return;

@@ -11,6 +11,7 @@
 
 #define PFN_REQUESTS_MAX 1024u /* past it: busy */
 #define PFN_PARTS_MAX 64u      /* requests in one batch */
+#define PFN_LOGIT_ROWS_MAX 64u /* rows of one batch whose logits are wanted */
 #define PFN_ACK_MS 15000u /* the decode node's fetches have deadlines of their own, well below */
 #define PFN_ANNOUNCE_BYTES                                                                         \
     (256u * 1024u) /* layers are gathered to pieces of at least this together */
@@ -31,8 +32,7 @@ typedef struct pfn_request {
     pfn_state_t state;
     td_msg_work_t work;    /* borrows from arena */
     td_msg_arena_t *arena; /* owned */
-    uint64_t decode_incarnation;
-    uint64_t deadline_ns; /* of the whole leg */
+    uint64_t deadline_ns;  /* of the whole leg */
     uint64_t ack_deadline_ns;
     td_seq_t seq;         /* owned */
     td_block_key_t *keys; /* owned, [blocks]: full ones, then the partial one's */
@@ -59,7 +59,6 @@ typedef struct pfn_request {
 
 typedef struct pfn_part { /* one request's rows in a batch */
     pfn_request_t *request;
-    uint32_t first_row;
     uint32_t row_count;
     uint32_t block_begin; /* blocks that this batch completes */
     uint32_t block_end;

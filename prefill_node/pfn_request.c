@@ -195,7 +195,6 @@ void pfn_request_start(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **aren
     r->attempt = w->attempt;
     r->serial = ++p->next_serial;
     r->work = *w;
-    r->decode_incarnation = w->peer_incarnation;
     r->deadline_ns = td_now_ns() + w->budget_ms * TD_NS_PER_MS;
     r->arena = *arena;
     *arena = NULL;
@@ -209,7 +208,7 @@ void pfn_request_start(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **aren
         status = TD_ERR_BUSY;
     }
     if (status == TD_OK &&
-        td_bus_peer_incarnation(p->node.proc.bus, r->work.peer_id) != r->decode_incarnation) {
+        td_bus_peer_incarnation(p->node.proc.bus, r->work.peer_id) != r->work.peer_incarnation) {
         status = TD_ERR_PEER_DEAD;
     }
     if (status == TD_OK) {

@@ -41,7 +41,6 @@ typedef struct td_node_fetch {
     struct td_node *node;
     uint64_t ticket;
     uint32_t attempt;
-    uint32_t tag;              /* the node's own */
     uint32_t first;            /* the node's own: logical index of the first block */
     uint32_t layers;           /* layers each piece brings */
     td_fetch_piece_t pieces[]; /* [fetch.piece_count] */

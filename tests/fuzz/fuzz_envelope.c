@@ -11,6 +11,7 @@
 
 #include "common/base/td_base.h"
 #include "common/wire/td_msg.h"
+#include "tests/fuzz/fuzz_replay.h"
 
 #define CORPUS_DIR "tests/fuzz/corpus/envelope"
 #define FILE_BYTES_MAX 65536u
@@ -205,50 +206,20 @@ static int make_corpus(const char *dir)
     return 0;
 }
 
-static void replay(const uint8_t *bytes, size_t len)
-{
-    static const uint8_t masks[] = {0x01, 0x08, 0x80, 0xff};
-    uint8_t *copy = td_alloc(len);
-    td_msg_t msg;
-    td_msg_arena_t *arena = NULL;
-
-    TD_ASSERT(copy != NULL);
-    memcpy(copy, bytes, len);
-    TD_ASSERT(td_msg_decode(copy, len, &msg, &arena) == TD_OK); /* the corpus itself is good */
-    td_msg_arena_free(arena);
-    (void)LLVMFuzzerTestOneInput(copy, len);
-    for (size_t i = 0; i < len; i++) {
-        for (size_t m = 0; m < TD_ARRAY_LEN(masks); m++) {
-            copy[i] = bytes[i] ^ masks[m];
-            (void)LLVMFuzzerTestOneInput(copy, len);
-        }
-        copy[i] = bytes[i];
-    }
-    td_free(copy);
-    for (size_t cut = 0; cut < len; cut++) {
-        copy = td_alloc(cut);
-        TD_ASSERT(copy != NULL);
-        memcpy(copy, bytes, cut);
-        (void)LLVMFuzzerTestOneInput(copy, cut);
-        td_free(copy);
-    }
-}
-
 static bool replay_file(const char *dir, const char *name)
 {
+    static const uint8_t masks[FUZZ_MASKS] = {0x01, 0x08, 0x80, 0xff};
     static uint8_t bytes[FILE_BYTES_MAX];
-    char path[4096];
-    FILE *file = NULL;
     size_t len = 0;
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
 
-    (void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-    file = fopen(path, "rb");
-    if (file == NULL) {
+    if (!fuzz_read(dir, name, bytes, sizeof(bytes), &len)) {
         return false;
     }
-    len = fread(bytes, 1, sizeof(bytes), file);
-    (void)fclose(file);
-    replay(bytes, len);
+    TD_ASSERT(td_msg_decode(bytes, len, &msg, &arena) == TD_OK); /* the corpus itself is good */
+    td_msg_arena_free(arena);
+    fuzz_replay(bytes, len, masks, 1);
     return true;
 }
 

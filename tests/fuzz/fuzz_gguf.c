@@ -13,6 +13,7 @@
 #include "common/model/td_chat.h"
 #include "common/model/td_gguf.h"
 #include "common/model/td_tokenizer.h"
+#include "tests/fuzz/fuzz_replay.h"
 
 #define CORPUS_DIR "tests/fuzz/corpus/gguf"
 #define FILE_BYTES_MAX 65536u
@@ -123,48 +124,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 }
 
 #ifndef TD_FUZZ_ENGINE
-/* Every byte, one at a time, and every length. The copy has just the input's size, so that a
- * sanitizer sees one byte too many. */
-static void replay(const uint8_t *bytes, size_t len)
-{
-    static const uint8_t masks[] = {0x01, 0x04, 0x80, 0xff};
-    uint8_t *copy = td_alloc(len);
-
-    TD_ASSERT(copy != NULL);
-    memcpy(copy, bytes, len);
-    (void)LLVMFuzzerTestOneInput(copy, len);
-    for (size_t i = 0; i < len; i++) {
-        for (size_t m = 0; m < TD_ARRAY_LEN(masks); m++) {
-            copy[i] = bytes[i] ^ masks[m];
-            (void)LLVMFuzzerTestOneInput(copy, len);
-        }
-        copy[i] = bytes[i];
-    }
-    td_free(copy);
-    for (size_t cut = 0; cut < len; cut += 1 + len / 256) {
-        copy = td_alloc(cut);
-        TD_ASSERT(copy != NULL);
-        memcpy(copy, bytes, cut);
-        (void)LLVMFuzzerTestOneInput(copy, cut);
-        td_free(copy);
-    }
-}
-
 static bool replay_file(const char *dir, const char *name)
 {
+    static const uint8_t masks[FUZZ_MASKS] = {0x01, 0x04, 0x80, 0xff};
     static uint8_t bytes[FILE_BYTES_MAX];
-    char path[4096];
-    FILE *file = NULL;
     size_t len = 0;
 
-    (void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-    file = fopen(path, "rb");
-    if (file == NULL) {
+    if (!fuzz_read(dir, name, bytes, sizeof(bytes), &len)) {
         return false;
     }
-    len = fread(bytes, 1, sizeof(bytes), file);
-    (void)fclose(file);
-    replay(bytes, len);
+    fuzz_replay(bytes, len, masks, 1 + len / 256);
     return true;
 }
 
