@@ -189,22 +189,6 @@ static double resident_mb(void)
     return (double)pages * 4096 / 1e6;
 }
 
-static void print_figures(const model_bench_t *b)
-{
-    const char *key = NULL;
-    json_t *value = NULL;
-
-    if (b->options.json) {
-        (void)json_dumpf(b->figures, stdout, JSON_COMPACT | JSON_REAL_PRECISION(6));
-        (void)putchar('\n');
-        return;
-    }
-    json_object_foreach(b->figures, key, value)
-    {
-        (void)printf("%-22s %12.2f\n", key, json_real_value(value));
-    }
-}
-
 static int parse_options(int argc, char **argv, model_options_t *o)
 {
     static const struct option longs[] = {{"model", required_argument, NULL, 'm'},
@@ -279,7 +263,7 @@ int bench_model(int argc, char **argv)
     add_figure(&b, "rss_mb", resident_mb());
     ok = measure_prefill(&b) && measure_decode(&b) && measure_verify(&b);
     if (ok) {
-        print_figures(&b);
+        bench_print_figures(b.figures, b.options.json);
     }
     json_decref(b.figures);
     bench_model_close(&b.run);

@@ -16,6 +16,7 @@ static const struct {
 } commands[] = {
     {"eval", bench_eval, "score and continue texts with a model (JSON lines in and out)"},
     {"model", bench_model, "speed of the forward pass"},
+    {"serve", bench_serve, "conversations with an OpenAI-compatible server"},
 };
 
 int bench_usage_error(const char *fmt, ...)
@@ -66,6 +67,26 @@ bool bench_parse_precision(const char *text, td_precision_t *out)
     }
     (void)bench_usage_error("--precision wants fast, mixed or exact, not \"%s\"", text);
     return false;
+}
+
+void bench_print_figures(json_t *figures, bool as_json)
+{
+    const char *key = NULL;
+    json_t *value = NULL;
+
+    if (as_json) {
+        (void)json_dumpf(figures, stdout, JSON_COMPACT | JSON_REAL_PRECISION(6));
+        (void)putchar('\n');
+        return;
+    }
+    json_object_foreach(figures, key, value)
+    {
+        if (json_is_integer(value)) {
+            (void)printf("%-26s %12lld\n", key, (long long)json_integer_value(value));
+        } else {
+            (void)printf("%-26s %15.2f\n", key, json_real_value(value));
+        }
+    }
 }
 
 int bench_model_open(const char *path, const td_model_options_t *options, uint32_t sequences,
