@@ -227,6 +227,7 @@ int bench_stream_init(bench_stream_t *stream, const char *url, const char *key, 
          curl_easy_setopt(stream->curl, CURLOPT_NOPROXY, "*") == CURLE_OK &&
          curl_easy_setopt(stream->curl, CURLOPT_NOSIGNAL, 1L) == CURLE_OK &&
          curl_easy_setopt(stream->curl, CURLOPT_TIMEOUT_MS, (long)timeout_ms) == CURLE_OK &&
+         curl_easy_setopt(stream->curl, CURLOPT_ERRORBUFFER, stream->curl_error) == CURLE_OK &&
          curl_easy_setopt(stream->curl, CURLOPT_WRITEFUNCTION, on_body) == CURLE_OK &&
          curl_easy_setopt(stream->curl, CURLOPT_WRITEDATA, stream) == CURLE_OK;
     if (!ok) {
@@ -282,13 +283,20 @@ void bench_stream_end(bench_stream_t *stream, CURLcode code)
 {
     stream->end_ns = td_now_ns();
     if (code != CURLE_OK) {
-        fail(stream, "%s", curl_easy_strerror(code)); /* ours, if there is one, came first */
+        /* Ours, if there is one, came first. */
+        fail(stream, "%s",
+             stream->curl_error[0] != '\0' ? stream->curl_error : curl_easy_strerror(code));
         return;
     }
     (void)curl_easy_getinfo(stream->curl, CURLINFO_RESPONSE_CODE, &stream->http_status);
     if (stream->http_status != 200) {
         fail_with_body(stream);
-    } else if (!stream->done) {
+        return;
+    }
+    if (stream->line.len > 0) { /* a last line without its end: it may say what this is */
+        take_line(stream, stream->line.bytes, stream->line.len);
+    }
+    if (!stream->done) {
         fail(stream, "the stream ended without [DONE]");
     } else if (!stream->has_usage && stream->pieces == 0) {
         fail(stream, "the stream held neither text nor a usage");

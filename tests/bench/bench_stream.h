@@ -40,7 +40,8 @@ typedef struct bench_stream {
     uint32_t cached_tokens;
     bool has_usage;
     bool has_cached;
-    bool done;                     /* [DONE] has come */
+    bool done; /* [DONE] has come */
+    char curl_error[CURL_ERROR_SIZE];
     char error[BENCH_ERROR_BYTES]; /* printable; empty = nothing wrong */
 } bench_stream_t;
 
