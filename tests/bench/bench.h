@@ -22,7 +22,8 @@ int bench_usage_error(const char *fmt, ...) __attribute__((format(printf, 1, 2))
 /** Parses a whole decimal number in [min, max]; false after saying what is wrong. */
 bool bench_parse_u32(const char *option, const char *text, uint32_t min, uint32_t max,
                      uint32_t *out);
-/** "auto", "portable" or "avx2"; false after saying what is wrong. */
+#define BENCH_ISA_NAMES "auto, portable, avx2 or avx512"
+/** One of BENCH_ISA_NAMES; false after saying what is wrong. */
 bool bench_parse_isa(const char *text, td_isa_t *out);
 bool bench_parse_precision(const char *text, td_precision_t *out);
 /** Prints a flat object of numbers to standard output, as one line of JSON or as a table. */

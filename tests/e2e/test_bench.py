@@ -5,8 +5,10 @@ import json
 import os
 import re
 import socketserver
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -189,6 +191,55 @@ def test_serve_without_a_server_says_so(options):
     assert (figures["requests"], figures["errors"]) == (0, 2) and "connect" in said
 
 
+# --- model ----------------------------------------------------------------------------------------
+
+MODEL_KEYS = """load_ms rss_mb prefill_128_tok_s prefill_512_tok_s prefill_2048_tok_s decode_b1_tok_s
+    decode_b2_tok_s decode_b4_tok_s decode_b8_tok_s decode_b16_tok_s verify_1_ms verify_2_ms verify_4_ms
+    verify_6_ms verify_8_ms attention_gmac_s read_limit_gb_s read_fraction""".split()
+
+
+def write_tiny_model(path, layers=2, dim=32, ff=64, heads=2, vocab=64):
+    """A sound Llama model of F32 zeros and ones, which says nothing sensible."""
+    def text(value):
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    def pair(key, kind, form, value):
+        return text(key) + struct.pack("<I" + form, kind, value)
+
+    numbers = [("block_count", layers), ("context_length", 2048), ("embedding_length", dim),
+               ("feed_forward_length", ff), ("attention.head_count", heads),
+               ("attention.head_count_kv", heads), ("rope.dimension_count", dim // heads)]
+    metadata = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    metadata += b"".join(pair("llama." + key, 4, "I", value) for key, value in numbers)
+    metadata += pair("llama.attention.layer_norm_rms_epsilon", 6, "f", 1e-5)
+    metadata += pair("llama.rope.freq_base", 6, "f", 1e4)
+    parts = [("attn_norm", dim), ("attn_q", dim, dim), ("attn_k", dim, dim), ("attn_v", dim, dim),
+             ("attn_output", dim, dim), ("ffn_norm", dim), ("ffn_gate", dim, ff), ("ffn_up", dim, ff),
+             ("ffn_down", ff, dim)]
+    tensors = [("token_embd.weight", dim, vocab), ("output_norm.weight", dim)]
+    tensors += [(f"blk.{layer}.{name}.weight", *shape) for layer in range(layers)
+                for name, *shape in parts]
+    described, data = b"", b""
+    for name, *shape in tensors:
+        count = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        described += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, len(data))
+        data += struct.pack(f"<{count}f", *(i % 3 / 4 for i in range(count)))  # multiples of 32 bytes
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(numbers) + 3) + metadata + described
+    with open(path, "wb") as file:
+        file.write(head + bytes(-len(head) % 32) + data)
+
+
+@test
+def test_model_has_all_figures(options):
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "tiny.gguf")
+        write_tiny_model(path)
+        for isa in ("auto", "portable"):
+            figures, _ = bench(options, "model", "--model", path, "--repeat", 1, "--isa", isa,
+                               "--threads", 2, "--json")
+            check_figures(figures, MODEL_KEYS)
+
+
 # --- options --------------------------------------------------------------------------------------
 
 @test
@@ -197,7 +248,9 @@ def test_bad_options_get_one_clear_line(options):
                  ["serve", "--url", "http://x", "--sessions", "0"],
                  ["serve", "--url", "http://x", "--turns", "many"],
                  ["serve", "--url", "http://x", "--rate", "nan"],
-                 ["serve", "--url", "http://x", "--rate", "2", "--direct", "http://y"]):
+                 ["serve", "--url", "http://x", "--rate", "2", "--direct", "http://y"],
+                 ["model"], ["model", "--model", "x", "--isa", "sse"],
+                 ["model", "--model", "x", "--repeat", "0"]):
         _, said = bench(options, *args, code=2)
         assert len(said.splitlines()) == 1 and said.startswith("tandem-bench: "), f"{args}: {said}"
 
