@@ -16,6 +16,7 @@
 int bench_eval(int argc, char **argv);
 int bench_model(int argc, char **argv);
 int bench_serve(int argc, char **argv);
+int bench_transfer(int argc, char **argv);
 
 /** Says "tandem-bench: ..." on standard error. Answers BENCH_EXIT_USAGE. */
 int bench_usage_error(const char *fmt, ...) __attribute__((format(printf, 1, 2)));

@@ -17,6 +17,7 @@ static const struct {
     {"eval", bench_eval, "score and continue texts with a model (JSON lines in and out)"},
     {"model", bench_model, "speed of the forward pass"},
     {"serve", bench_serve, "conversations with an OpenAI-compatible server"},
+    {"transfer", bench_transfer, "fetching KV blocks from another process"},
 };
 
 int bench_usage_error(const char *fmt, ...)

@@ -240,6 +240,23 @@ def test_model_has_all_figures(options):
             check_figures(figures, MODEL_KEYS)
 
 
+# --- transfer -------------------------------------------------------------------------------------
+
+TRANSFER_KEYS = ["fetch_gb_s", "fetch_lat_us", "copy_gb_s"]
+
+
+@test
+def test_transfer_has_all_figures_of_each_carrier(options):
+    size = ["--size", 4096, "--blocks", 40, "--repeat", 2, "--json"]
+    for carrier in ("auto", "tcp", "shm"):
+        figures, _ = bench(options, "transfer", "--carrier", carrier, *size)
+        assert list(figures) == TRANSFER_KEYS
+        check_figures(figures, TRANSFER_KEYS)
+    figures, said = bench(options, "transfer", "--carrier", "shm,tcp", *size)
+    assert list(figures) == [f"{c}_{key}" for c in ("shm", "tcp") for key in TRANSFER_KEYS]
+    assert "carrier=shm" in said and "carrier=tcp" in said
+
+
 # --- options --------------------------------------------------------------------------------------
 
 @test
@@ -250,7 +267,9 @@ def test_bad_options_get_one_clear_line(options):
                  ["serve", "--url", "http://x", "--rate", "nan"],
                  ["serve", "--url", "http://x", "--rate", "2", "--direct", "http://y"],
                  ["model"], ["model", "--model", "x", "--isa", "sse"],
-                 ["model", "--model", "x", "--repeat", "0"]):
+                 ["model", "--model", "x", "--repeat", "0"],
+                 ["transfer", "--carrier", "ib"], ["transfer", "--carrier", ","],
+                 ["transfer", "--size", "1000000000", "--blocks", "60000"]):
         _, said = bench(options, *args, code=2)
         assert len(said.splitlines()) == 1 and said.startswith("tandem-bench: "), f"{args}: {said}"
 
