@@ -18,6 +18,7 @@
 #include "tests/bench/bench.h"
 #include "tests/bench/bench_samples.h"
 #include "tests/bench/bench_stream.h"
+#include "tests/bench/bench_words.h"
 
 #define SERVE_SESSIONS_MAX 1024u            /* at once; an arrival past it is an error */
 #define SERVE_TURNS_DEFAULT 4u              /* of a conversation */
@@ -137,53 +138,6 @@ static void print_help(void)
         "Exit code 1 if a request failed.");
 }
 
-/* --- words ------------------------------------------------------------------------------------ */
-
-/* One token each, with the space before it, in the vocabularies of most models. */
-static const char *const words[] = {
-    "time",    "year",    "people",   "way",    "day",    "man",     "thing",   "woman",
-    "life",    "child",   "world",    "school", "state",  "family",  "student", "group",
-    "country", "problem", "hand",     "part",   "place",  "case",    "week",    "company",
-    "system",  "program", "question", "work",   "number", "night",   "point",   "home",
-    "water",   "room",    "mother",   "area",   "money",  "story",   "fact",    "month",
-    "lot",     "right",   "study",    "book",   "eye",    "job",     "word",    "business",
-    "issue",   "side",    "kind",     "head",   "house",  "service", "friend",  "father",
-    "power",   "hour",    "game",     "line",   "end",    "member",  "law",     "car"};
-
-/* SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators". */
-static uint64_t next_random(uint64_t *state)
-{
-    uint64_t z = (*state += 0x9e3779b97f4a7c15ull);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
-
-/* In (0, 1]. */
-static double next_unit(uint64_t *state)
-{
-    return ((double)(next_random(state) >> 11) + 1) * 0x1p-53;
-}
-
-/* {"role": role, "content": count words}; NULL when memory is out. */
-static json_t *message_of_words(const char *role, uint32_t count, uint64_t *state)
-{
-    td_str_t text = {0};
-    json_t *message = NULL;
-    bool ok = true;
-
-    for (uint32_t i = 0; i < count && ok; i++) {
-        ok = (i == 0 || td_str_append_text(&text, " ") == TD_OK) &&
-             td_str_append_text(&text, words[next_random(state) % TD_ARRAY_LEN(words)]) == TD_OK;
-    }
-    if (ok) {
-        message =
-            json_pack("{s:s, s:s}", "role", role, "content", text.bytes == NULL ? "" : text.bytes);
-    }
-    td_str_fini(&text);
-    return message;
-}
-
 /* --- conversations ---------------------------------------------------------------------------- */
 
 static uint32_t turns_of(const serve_options_t *o)
@@ -206,7 +160,7 @@ static bool begin_conversation(serve_t *serve, serve_session_t *session)
             (serve->options.system_tokens > 0 &&
              json_array_append_new(
                  lane->messages,
-                 message_of_words("system", serve->options.system_tokens, &state)) != 0)) {
+                 bench_message_of_words("system", serve->options.system_tokens, &state)) != 0)) {
             return false;
         }
     }
@@ -254,8 +208,9 @@ static char *next_body(serve_t *serve, serve_session_t *session, serve_lane_t *l
     char *copy = NULL;
 
     if (json_array_append_new(lane->messages,
-                              message_of_words("user", is_first ? o->prompt_tokens : o->new_tokens,
-                                               &session->words)) != 0) {
+                              bench_message_of_words("user",
+                                                     is_first ? o->prompt_tokens : o->new_tokens,
+                                                     &session->words)) != 0) {
         return NULL;
     }
     body = json_pack("{s:s, s:O, s:b, s:{s:b}, s:i, s:i}", "model", serve->model, "messages",
@@ -369,6 +324,12 @@ static bool end_request(serve_t *serve, serve_session_t *session, CURLcode code)
 }
 
 /* --- when to send ----------------------------------------------------------------------------- */
+
+/* In (0, 1]. */
+static double next_unit(uint64_t *state)
+{
+    return ((double)(bench_random(state) >> 11) + 1) * 0x1p-53;
+}
 
 static bool time_is_left(const serve_t *serve, uint64_t now_ns)
 {

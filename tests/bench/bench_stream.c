@@ -107,6 +107,7 @@ static void take_event(bench_stream_t *s, const char *data, size_t len)
     const json_t *delta = NULL;
     const char *text = NULL;
 
+    s->event_ns = s->event_ns == 0 ? td_now_ns() : s->event_ns;
     if (len == 6 && memcmp(data, "[DONE]", 6) == 0) {
         s->done = true;
         return;

@@ -31,6 +31,7 @@ typedef struct bench_stream {
     td_str_t text; /* the answer so far */
     long http_status;
     uint64_t sent_ns;
+    uint64_t event_ns; /* first event of any kind, 0 = none yet */
     uint64_t first_ns; /* first piece of text, 0 = none yet */
     uint64_t last_ns;  /* last piece of text */
     uint64_t end_ns;

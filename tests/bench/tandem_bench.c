@@ -15,6 +15,7 @@ static const struct {
     const char *summary;
 } commands[] = {
     {"eval", bench_eval, "score and continue texts with a model (JSON lines in and out)"},
+    {"handoff", bench_handoff, "what splitting prefill and decode costs until the first token"},
     {"model", bench_model, "speed of the forward pass"},
     {"serve", bench_serve, "conversations with an OpenAI-compatible server"},
     {"transfer", bench_transfer, "fetching KV blocks from another process"},

@@ -1,5 +1,6 @@
 """tandem-bench: its figures have the promised names and agree with what the servers counted. Never how
 fast anything was."""
+import glob
 import http.client
 import json
 import os
@@ -12,7 +13,9 @@ import tempfile
 import threading
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import REPORT, Cluster, main, test
+from cluster import REPORT, ROOT, Cluster, main, test, wait_until
+
+MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 
 SERVE_KEYS = """requests errors requests_s tok_s ttft_ms_p50 ttft_ms_p90 ttft_ms_p99 tbt_ms_p50
     tbt_ms_p90 e2e_ms_p50 e2e_ms_p90 prompt_tokens completion_tokens prompt_tok_s wall_s""".split()
@@ -257,6 +260,42 @@ def test_transfer_has_all_figures_of_each_carrier(options):
     assert "carrier=shm" in said and "carrier=tcp" in said
 
 
+# --- handoff --------------------------------------------------------------------------------------
+
+@test
+def test_handoff_has_all_figures_and_leaves_nothing(options):
+    with tempfile.TemporaryDirectory() as folder:
+        figures, _ = bench(options, "handoff", "--model", MODEL, "--tokens", 40, "--cached-tokens", 64,
+                           "--turn-tokens", 8, "--repeat", 1, "--local-sh",
+                           os.path.join(ROOT, "deploy/local.sh"), "--json", env={"TMPDIR": folder})
+        check_figures(figures, """one_process_ttft_ms shm_split_ttft_ms shm_split_ttft_ratio
+            tcp_split_ttft_ms tcp_split_ttft_ratio cached_ttft_ms cached_ttft_ratio
+            chat_turn_ttft_ms_p50""".split())
+        assert os.listdir(folder) == []
+
+
+@test
+def test_a_killed_handoff_leaves_no_cluster(options):
+    def pids():
+        found = []
+        for run in glob.glob(f"{folder}/*/run/cluster.json"):
+            with open(run, encoding="utf-8") as file:
+                found += [process["pid"] for process in json.load(file)]
+        return found
+
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [os.path.join(options.bin, "tandem-bench"), "handoff", "--model", MODEL, "--carrier", "shm",
+             "--local-sh", os.path.join(ROOT, "deploy/local.sh")], stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": folder})
+        try:
+            wait_until(pids, 60, "the first process of a cluster")
+        finally:
+            process.kill()
+            process.wait()
+        wait_until(lambda: os.listdir(folder) == [], 300, "the keeper has ended its cluster")
+
+
 # --- options --------------------------------------------------------------------------------------
 
 @test
@@ -268,6 +307,8 @@ def test_bad_options_get_one_clear_line(options):
                  ["serve", "--url", "http://x", "--rate", "2", "--direct", "http://y"],
                  ["model"], ["model", "--model", "x", "--isa", "sse"],
                  ["model", "--model", "x", "--repeat", "0"],
+                 ["handoff"], ["handoff", "--model", "x", "--carrier", "rdma"],
+                 ["handoff", "--model", "x", "--local-sh", "nowhere"],
                  ["transfer", "--carrier", "ib"], ["transfer", "--carrier", ","],
                  ["transfer", "--size", "1000000000", "--blocks", "60000"]):
         _, said = bench(options, *args, code=2)
