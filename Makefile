@@ -94,7 +94,8 @@ chaos: setup model
 	@python3 tests/chaos/chaos.py --bin build/test/bin --rounds 20
 bench: setup model
 	@$(MAKE) --no-print-directory -j$(shell nproc) programs
-	@build/bin/tandem-bench model --model $(MODEL)
+	@python3 tests/bench/run_bench.py --model $(MODEL) $(if $(filter-out 0,$(PEERS)),--peers) \
+	    $(if $(ONLY),--only $(ONLY))
 cleanroom:
 	@deploy/cleanroom.sh
 check-layers:
@@ -111,4 +112,4 @@ help:
 	@echo "make chaos      kill and freeze every process at every named step, 20 rounds"
 	@echo "make fuzz       libFuzzer over every decoder of outside bytes (FUZZ_SECONDS=60 each)"
 	@echo "make cleanroom  run demo and check in a minimal Debian root"
-	@echo "make bench      figures (see build/bin/tandem-bench --help)"
+	@echo "make bench      all figures, a table and a plot in build/bench (PEERS=1: llama.cpp's too)"

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Installs what building and testing Tandem needs on Debian 12. Does nothing, and touches no network,
-# when all of it is there.
+# Installs what building and testing Tandem needs on Debian 12, and further packages that are named.
+# Does nothing, and touches no network, when all of it is there.
+#
+# usage: deploy/setup.sh [PACKAGE...]
 set -euo pipefail
 
 PACKAGES=(gcc make pkg-config protobuf-c-compiler libprotobuf-c-dev libucx-dev libzmq3-dev
@@ -68,6 +70,7 @@ install_packages() {
 
 main() {
     local -a missing
+    PACKAGES+=("$@")
     if ! command -v dpkg-query >/dev/null; then
         fail "this script knows Debian only. Install with your system's tools: ${PACKAGES[*]}"
     fi
