@@ -304,6 +304,7 @@ def test_bad_options_get_one_clear_line(options):
                  ["serve", "--url", "http://x", "--sessions", "0"],
                  ["serve", "--url", "http://x", "--turns", "many"],
                  ["serve", "--url", "http://x", "--rate", "nan"],
+                 ["serve", "--url", "http://x", "--rate", "1e-9"],
                  ["serve", "--url", "http://x", "--rate", "2", "--direct", "http://y"],
                  ["model"], ["model", "--model", "x", "--isa", "sse"],
                  ["model", "--model", "x", "--repeat", "0"],
