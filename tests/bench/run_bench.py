@@ -341,9 +341,9 @@ PANELS = [("Tokens a second", "model", ["prefill_512_tok_s", "prefill_2048_tok_s
                                                              "tcp_fetch_gb_s"]),
           ("Time to first token, ms", "handoff", ["one_process_ttft_ms", "shm_split_ttft_ms",
                                                   "tcp_split_ttft_ms"]),
-          (f"{SESSIONS} conversations: time to first token, ms", "serve",
+          ("Conversations: time to first token, ms", "serve",
            ["ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99"]),
-          (f"{SESSIONS} conversations: time between tokens, ms", "serve", ["tbt_ms_p50", "tbt_ms_p90"])]
+          ("Conversations: time between tokens, ms", "serve", ["tbt_ms_p50", "tbt_ms_p90"])]
 
 
 def plot(options, results):
