@@ -1,6 +1,3 @@
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -20,16 +17,37 @@
 #define HEADS_MAX 4096u
 
 static const char *const precision_names[] = {"fast", "mixed", "exact"};
+static const char *const isa_names[] = {TD_CPU_OPS_BEST, "portable", "avx2", "avx512"};
+
+static bool find_name(const char *const *names, size_t count, const char *text, size_t *out)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (strcmp(text, names[i]) == 0) {
+            *out = i;
+            return true;
+        }
+    }
+    return false;
+}
 
 td_status_t td_precision_parse(const char *text, td_precision_t *out)
 {
-    for (size_t i = 0; i < TD_ARRAY_LEN(precision_names); i++) {
-        if (strcmp(text, precision_names[i]) == 0) {
-            *out = (td_precision_t)i;
-            return TD_OK;
-        }
+    size_t i = 0;
+    if (!find_name(precision_names, TD_ARRAY_LEN(precision_names), text, &i)) {
+        return TD_ERR_INVALID;
     }
-    return TD_ERR_INVALID;
+    *out = (td_precision_t)i;
+    return TD_OK;
+}
+
+td_status_t td_isa_parse(const char *text, td_isa_t *out)
+{
+    size_t i = 0;
+    if (!find_name(isa_names, TD_ARRAY_LEN(isa_names), text, &i)) {
+        return TD_ERR_INVALID;
+    }
+    *out = (td_isa_t)i;
+    return TD_OK;
 }
 
 /* --- metadata ------------------------------------------------------------------------------- */
@@ -381,27 +399,6 @@ static td_status_t take(uint32_t rows, size_t width, size_t elem_bytes, void *ou
     return TD_OK;
 }
 
-static td_status_t take_scratch(const td_model_t *m, td_cpu_scratch_t **out)
-{
-    const size_t head_dim = m->info.kv.head_dim;
-    const size_t queries = (size_t)TD_CPU_TILE_ROWS * (m->info.heads / m->info.kv.kv_heads);
-    const size_t tile_floats = TD_CPU_TILE_TOKENS * head_dim;
-    const size_t floats = 2 * tile_floats + 2 * queries * head_dim + 2 * queries;
-    td_cpu_scratch_t *s = NULL;
-    float *tail = NULL;
-
-    TD_TRY(take(1, sizeof(*s) + floats * sizeof(float), 1, &s));
-    tail = (float *)(void *)(s + 1);
-    s->keys = tail;
-    s->values = s->keys + tile_floats;
-    s->queries = s->values + tile_floats;
-    s->outputs = s->queries + queries * head_dim;
-    s->maxima = s->outputs + queries * head_dim;
-    s->sums = s->maxima + queries;
-    *out = s;
-    return TD_OK;
-}
-
 static td_status_t take_buffers(td_model_t *m)
 {
     const td_model_info_t *info = &m->info;
@@ -430,47 +427,28 @@ static td_status_t take_buffers(td_model_t *m)
     TD_TRY(take(m->options.logit_rows_max, info->vocab_size, f, &m->logits));
     TD_TRY(take(m->options.threads, 1, sizeof(td_cpu_scratch_t *), &m->scratch));
     for (uint32_t t = 0; t < m->options.threads; t++) {
-        TD_TRY(take_scratch(m, &m->scratch[t]));
+        TD_TRY(td_cpu_scratch_create(info->kv.head_dim, info->heads / info->kv.kv_heads,
+                                     &m->scratch[t]));
     }
     return TD_OK;
 }
 
 /* --- load and destroy ----------------------------------------------------------------------- */
 
-#if defined(__x86_64__)
-/* clang 14 does not know "f16c" by name, so it is asked of the CPU (leaf 1, ecx bit 29). */
-static bool cpu_has_f16c(void)
-{
-    unsigned eax = 0;
-    unsigned ebx = 0;
-    unsigned ecx = 0;
-    unsigned edx = 0;
-    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & (1u << 29)) != 0;
-}
-#endif
-
 static td_status_t choose_isa(td_isa_t isa, const td_cpu_ops_t **out)
 {
-    bool avx2 = false;
-#if defined(__x86_64__)
-    avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c();
-#endif
-    if (isa == TD_ISA_AVX2 && !avx2) {
-        TD_LOG_ERROR("instruction set not available", "isa=avx2");
+    const td_cpu_ops_t *ops = td_cpu_ops_find(isa_names[isa]);
+    if (ops == NULL) {
+        TD_LOG_ERROR("instruction set not available", "isa=%s", isa_names[isa]);
         return TD_ERR_INVALID;
     }
-    *out = &td_cpu_portable_ops;
-#if defined(__x86_64__)
-    if (isa != TD_ISA_PORTABLE && avx2) {
-        *out = &td_cpu_avx2_ops;
-    }
-#endif
+    *out = ops;
     return TD_OK;
 }
 
 static td_status_t check_options(const td_model_options_t *o)
 {
-    if ((unsigned)o->precision > TD_PRECISION_EXACT || (unsigned)o->isa > TD_ISA_AVX2 ||
+    if ((unsigned)o->precision > TD_PRECISION_EXACT || (unsigned)o->isa > TD_ISA_AVX512 ||
         o->threads == 0 || o->threads > TD_THREADS_MAX || o->rows_max == 0 ||
         o->rows_max > TD_MODEL_ROWS_MAX || o->logit_rows_max > o->rows_max) {
         TD_LOG_ERROR("model options out of range",

@@ -10,9 +10,21 @@
 #define UNROLL_TEXT(x) _Pragma(#x)
 #define UNROLL(n) UNROLL_TEXT(GCC unroll n)
 
-/** As td_cpu_ops_t.product. */
+/** As in td_cpu_ops_t; longer vectors use those that would not gain. */
 void td_cpu_avx2_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows, float *y,
                          uint32_t panel_begin, uint32_t panel_end, td_cpu_scratch_t *scratch);
+void td_cpu_avx2_rms_norm(const float *x, const float *weight, uint32_t dim, float eps, float *out);
+void td_cpu_avx2_quantise8(const float *x, uint32_t dim, int8_t *q, float *scale, float *sum);
+void td_cpu_avx2_quantise16(const float *x, uint32_t dim, int limit, int16_t *q, float *scale,
+                            float *sum);
+void td_cpu_avx2_add(float *x, const float *y, uint32_t n);
+void td_cpu_avx2_rotate(float *head, const float *table, uint32_t n);
+void td_cpu_avx2_to_f16(const float *src, uint8_t *dst, uint32_t n);
+void td_cpu_avx2_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
+/** Gathers and converts `tokens` keys or values from absolute position `tile` on.
+ * Shape: out [tokens][head_dim]. */
+void td_cpu_avx2_load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
+                           float *out);
 
 ALWAYS_INLINE __m256i load_i(const void *ptr)
 {

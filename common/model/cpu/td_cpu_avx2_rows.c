@@ -5,6 +5,7 @@
 #include "common/base/td_base.h"
 
 #define LANES 8u
+#define FEW_QUERIES 6u    /* below, most lanes of a vector of queries would be empty */
 #define FAST_HEAD_DIM 64u /* gets a copy of the attention kernel with constant trip counts */
 
 ALWAYS_INLINE float sum_lanes(__m256 v)
@@ -58,7 +59,7 @@ ALWAYS_INLINE __m256 exp_clamped(__m256 x)
     return _mm256_mul_ps(poly, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
 
-static void rms_norm(const float *x, const float *weight, uint32_t dim, float eps, float *out)
+void td_cpu_avx2_rms_norm(const float *x, const float *weight, uint32_t dim, float eps, float *out)
 {
     __m256 squares = _mm256_setzero_ps();
     __m256 inverse;
@@ -107,7 +108,7 @@ ALWAYS_INLINE void quantise_group(const float *x, int limit, __m256i out[2], flo
     *sum = *scale * (float)sum_lanes_i(total);
 }
 
-static void quantise8(const float *x, uint32_t dim, int8_t *q, float *scale, float *sum)
+void td_cpu_avx2_quantise8(const float *x, uint32_t dim, int8_t *q, float *scale, float *sum)
 {
     for (uint32_t g = 0; g < dim / TD_CPU_GROUP; g++) {
         __m256i wide[2];
@@ -117,8 +118,8 @@ static void quantise8(const float *x, uint32_t dim, int8_t *q, float *scale, flo
     }
 }
 
-static void quantise16(const float *x, uint32_t dim, int limit, int16_t *q, float *scale,
-                       float *sum)
+void td_cpu_avx2_quantise16(const float *x, uint32_t dim, int limit, int16_t *q, float *scale,
+                            float *sum)
 {
     for (uint32_t g = 0; g < dim / TD_CPU_GROUP; g++) {
         __m256i wide[2];
@@ -128,7 +129,7 @@ static void quantise16(const float *x, uint32_t dim, int limit, int16_t *q, floa
     }
 }
 
-static void add(float *x, const float *y, uint32_t n)
+void td_cpu_avx2_add(float *x, const float *y, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i += LANES) {
         _mm256_storeu_ps(x + i, _mm256_add_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(y + i)));
@@ -145,7 +146,7 @@ static void swiglu(float *gate, const float *up, uint32_t n)
     }
 }
 
-static void rotate(float *head, const float *table, uint32_t n)
+void td_cpu_avx2_rotate(float *head, const float *table, uint32_t n)
 {
     const __m256 even_sign = _mm256_setr_ps(-0.0f, 0, -0.0f, 0, -0.0f, 0, -0.0f, 0);
 
@@ -159,7 +160,7 @@ static void rotate(float *head, const float *table, uint32_t n)
     }
 }
 
-static void to_f16(const float *src, uint8_t *dst, uint32_t n)
+void td_cpu_avx2_to_f16(const float *src, uint8_t *dst, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i += LANES) {
         __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(src + i),
@@ -168,9 +169,46 @@ static void to_f16(const float *src, uint8_t *dst, uint32_t n)
     }
 }
 
+/* --- attention of many queries ---------------------------------------------------------------- */
+
+typedef __m256 vec_t;
+typedef __m256 vec_mask_t;
+#define VEC_LANES 8u
+#define VEC_MIX_QUERIES 3u
+#define vec_load _mm256_loadu_ps
+#define vec_store _mm256_storeu_ps
+#define vec_set1 _mm256_set1_ps
+#define vec_mul _mm256_mul_ps
+#define vec_add _mm256_add_ps
+#define vec_sub _mm256_sub_ps
+#define vec_fma _mm256_fmadd_ps
+#define vec_max _mm256_max_ps
+#define vec_exp exp_clamped
+
+ALWAYS_INLINE vec_mask_t vec_above(const int32_t *reach, uint32_t token)
+{
+    return _mm256_castsi256_ps(
+        _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i *)(const void *)reach),
+                           _mm256_set1_epi32((int32_t)token)));
+}
+
+ALWAYS_INLINE vec_t vec_keep(vec_mask_t mask, vec_t value)
+{
+    return _mm256_and_ps(mask, value);
+}
+
+ALWAYS_INLINE vec_t vec_select(vec_mask_t mask, vec_t then, vec_t otherwise)
+{
+    return _mm256_blendv_ps(otherwise, then, mask);
+}
+
+#include "common/model/cpu/td_cpu_attention_lanes.h"
+
+/* --- attention of few queries: a lane is an element of the head ------------------------------- */
+
 /* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. */
-static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
-                      float *out)
+void td_cpu_avx2_load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
+                           float *out)
 {
     size_t head_dim = job->kv->head_dim;
 
@@ -281,8 +319,8 @@ ALWAYS_INLINE void attention_tiles(const td_cpu_attention_t *job, td_cpu_scratch
 
     for (uint32_t tile = 0; tile < end; tile += TD_CPU_TILE_TOKENS) {
         uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
-        load_tile(job, false, tile, tokens, s->keys);
-        load_tile(job, true, tile, tokens, s->values);
+        td_cpu_avx2_load_tile(job, false, tile, tokens, s->keys);
+        td_cpu_avx2_load_tile(job, true, tile, tokens, s->values);
         for (uint32_t i = 0; i < queries; i++) {
             uint32_t position = job->position + i / job->group;
             if (position >= tile) {
@@ -304,11 +342,15 @@ static __attribute__((noinline)) void attention_tiles_64(const td_cpu_attention_
     attention_tiles(job, s, FAST_HEAD_DIM);
 }
 
-static void attention(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
+void td_cpu_avx2_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
 {
     uint32_t head_dim = job->kv->head_dim;
     uint32_t queries = job->rows * job->group;
 
+    if (queries >= FEW_QUERIES) {
+        attention_lanes(job, s);
+        return;
+    }
     for (uint32_t i = 0; i < queries; i++) {
         const float *q = job->q + i / job->group * job->q_stride + i % job->group * head_dim;
         float *scaled = s->queries + (size_t)i * head_dim;
@@ -338,14 +380,14 @@ static void attention(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
 const td_cpu_ops_t td_cpu_avx2_ops = {
     .name = "avx2",
     .product = td_cpu_avx2_product,
-    .rms_norm = rms_norm,
-    .quantise8 = quantise8,
-    .quantise16 = quantise16,
-    .add = add,
+    .rms_norm = td_cpu_avx2_rms_norm,
+    .quantise8 = td_cpu_avx2_quantise8,
+    .quantise16 = td_cpu_avx2_quantise16,
+    .add = td_cpu_avx2_add,
     .swiglu = swiglu,
-    .rotate = rotate,
-    .to_f16 = to_f16,
-    .attention = attention,
+    .rotate = td_cpu_avx2_rotate,
+    .to_f16 = td_cpu_avx2_to_f16,
+    .attention = td_cpu_avx2_attention,
 };
 #else
 typedef int td_cpu_avx2_rows_empty_t; /* a translation unit needs a declaration */

@@ -21,6 +21,7 @@
 #define TD_CPU_BYTE_BYTES 272 /* a group of a panel: 256 weight bytes, 8 f16 scales */
 #define TD_CPU_TILE_TOKENS 32u   /* an attention tile; starts at multiples of itself */
 #define TD_CPU_TILE_ROWS 16u     /* rows of one sequence that share a tile */
+#define TD_CPU_LANES_MAX 16u     /* of the longest vector */
 #define TD_CPU_GROUPS_CHUNK 48u  /* groups unpacked at once: 30 KB, two panels in L1 */
 #define TD_CPU_FLOATS_CHUNK 512u /* k of float panels converted at once: 32 KB */
 #define TD_CPU_BIG_ROWS 16u      /* from here on unpacking panels first pays */
@@ -67,13 +68,24 @@ typedef struct td_cpu_scratch {
     _Alignas(64) float panels32[TD_CPU_FLOATS_CHUNK * 16];
     _Alignas(64) float scales[TD_CPU_GROUPS_CHUNK * 16];
     _Alignas(64) float minima[TD_CPU_GROUPS_CHUNK * 16];
-    float *keys;    /* [TD_CPU_TILE_TOKENS][head_dim]; these six lie behind the struct */
+    /* What follows lies behind the struct. A lane is a query of a tile: TD_CPU_TILE_ROWS * group,
+     * rounded up to whole vectors (td_cpu_query_lanes()). */
+    float *keys;    /* [TD_CPU_TILE_TOKENS][head_dim] */
     float *values;  /* [TD_CPU_TILE_TOKENS][head_dim] */
-    float *queries; /* [TD_CPU_TILE_ROWS * group][head_dim], scaled */
-    float *outputs; /* as queries */
-    float *maxima;  /* [TD_CPU_TILE_ROWS * group] */
-    float *sums;    /* [TD_CPU_TILE_ROWS * group] */
+    float *queries; /* scaled; [lane][head_dim], or [head_dim][lane] where a vector holds queries */
+    float *outputs; /* [lane][td_cpu_output_stride()] */
+    float *weights; /* [TD_CPU_TILE_TOKENS][lane]: scores, then weights */
+    float *maxima;  /* [lane] */
+    float *sums;    /* [lane] */
+    float *rescale; /* [lane] */
+    int32_t *reach; /* [lane]: tokens of the tile it sees */
 } td_cpu_scratch_t;
+
+/** A thread's scratch for these heads; one allocation.
+ * Errors: TD_ERR_NO_MEMORY.
+ * Owner:  the caller frees it with td_free(). */
+TD_MUST_CHECK td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group,
+                                                td_cpu_scratch_t **out);
 
 /** One KV head's attention for up to TD_CPU_TILE_ROWS consecutive positions of a sequence. */
 typedef struct td_cpu_attention {
@@ -125,7 +137,13 @@ typedef struct td_cpu_ops {
 extern const td_cpu_ops_t td_cpu_portable_ops;
 #if defined(__x86_64__)
 extern const td_cpu_ops_t td_cpu_avx2_ops;
+extern const td_cpu_ops_t td_cpu_avx512_ops;
 #endif
+
+#define TD_CPU_OPS_BEST "auto"
+/** An implementation by name ("portable", "avx2", "avx512"), or the best one. NULL: this CPU lacks
+ * it, or there is none of that name. */
+const td_cpu_ops_t *td_cpu_ops_find(const char *name);
 
 /** Packs a checked two-dimensional tensor.
  * Units:  int8: 4-bit weights are laid out for int8 activations.
@@ -202,6 +220,17 @@ static inline uint16_t td_cpu_load_u16(const uint8_t *bytes)
     uint16_t value = 0;
     memcpy(&value, bytes, sizeof(value));
     return value;
+}
+
+static inline size_t td_cpu_whole_vectors(size_t n)
+{
+    return (n + TD_CPU_LANES_MAX - 1) / TD_CPU_LANES_MAX * TD_CPU_LANES_MAX;
+}
+
+/** Floats between two queries' outputs: whole vectors, so that a head of any size ends in one. */
+static inline size_t td_cpu_output_stride(uint32_t head_dim)
+{
+    return td_cpu_whole_vectors(head_dim);
 }
 
 /** Address of a token's K or V of one head. Positions are absolute. */
