@@ -383,6 +383,41 @@ ALWAYS_INLINE void float_big(const product_job_t *job, const td_cpu_scratch_t *s
 
 /* --- drivers: cut rows into tiles whose size is a constant ------------------------------------ */
 
+/* Calls CALL(row, tile) for rows [0, rows) in tiles of 8, and the rest as one: weights are unpacked
+ * once for each tile. */
+#define SMALL_TILES(rows, CALL)                                                                    \
+    do {                                                                                           \
+        uint32_t row_ = 0;                                                                         \
+        for (; row_ + TILE_ROWS <= (rows); row_ += TILE_ROWS) {                                    \
+            CALL(row_, TILE_ROWS);                                                                 \
+        }                                                                                          \
+        switch ((rows)-row_) {                                                                     \
+        case 1:                                                                                    \
+            CALL(row_, 1);                                                                         \
+            break;                                                                                 \
+        case 2:                                                                                    \
+            CALL(row_, 2);                                                                         \
+            break;                                                                                 \
+        case 3:                                                                                    \
+            CALL(row_, 3);                                                                         \
+            break;                                                                                 \
+        case 4:                                                                                    \
+            CALL(row_, 4);                                                                         \
+            break;                                                                                 \
+        case 5:                                                                                    \
+            CALL(row_, 5);                                                                         \
+            break;                                                                                 \
+        case 6:                                                                                    \
+            CALL(row_, 6);                                                                         \
+            break;                                                                                 \
+        case 7:                                                                                    \
+            CALL(row_, 7);                                                                         \
+            break;                                                                                 \
+        default:                                                                                   \
+            break;                                                                                 \
+        }                                                                                          \
+    } while (0)
+
 /* Calls CALL(row, tile) for rows [begin, end) in tiles of TILE, 4, 2 and 1. */
 #define ROW_TILES(begin, end, TILE, CALL)                                                          \
     do {                                                                                           \
@@ -416,7 +451,7 @@ static void product_a8(const product_job_t *job, uint32_t rows, uint32_t panel_b
     if (rows < TD_CPU_BIG_ROWS) {
         for (uint32_t p = panel_begin; p < panel_end; p += 2) {
 #define CALL(row, tile) a8_small(job, p, row, tile)
-            ROW_TILES(0, rows, TILE_ROWS, CALL);
+            SMALL_TILES(rows, CALL);
 #undef CALL
         }
         return;
@@ -443,7 +478,7 @@ static void product_a16(const product_job_t *job, uint32_t rows, uint32_t panel_
     if (rows < TD_CPU_BIG_ROWS) {
         for (uint32_t p = panel_begin; p < panel_end; p += 2) {
 #define CALL(row, tile) a16_small(job, p, row, tile)
-            ROW_TILES(0, rows, TILE_ROWS, CALL);
+            SMALL_TILES(rows, CALL);
 #undef CALL
         }
         return;
@@ -467,7 +502,7 @@ static void product_bytes(const product_job_t *job, uint32_t rows, uint32_t pane
 {
     for (uint32_t p = panel_begin; p < panel_end; p += 2) {
 #define CALL(row, tile) bytes_small(job, p, row, tile)
-        ROW_TILES(0, rows, TILE_ROWS, CALL);
+        SMALL_TILES(rows, CALL);
 #undef CALL
     }
 }

@@ -22,7 +22,7 @@
 #define TD_CPU_TILE_TOKENS 32u   /* an attention tile; starts at multiples of itself */
 #define TD_CPU_TILE_ROWS 16u     /* rows of one sequence that share a tile */
 #define TD_CPU_LANES_MAX 16u     /* of the longest vector */
-#define TD_CPU_GROUPS_CHUNK 48u  /* groups unpacked at once: 30 KB, two panels in L1 */
+#define TD_CPU_GROUPS_CHUNK 24u  /* groups unpacked at once: two panels in L1 */
 #define TD_CPU_FLOATS_CHUNK 512u /* k of float panels converted at once: 32 KB */
 #define TD_CPU_BIG_ROWS 16u      /* from here on unpacking panels first pays */
 #define TD_CPU_INT8_MAX 127
