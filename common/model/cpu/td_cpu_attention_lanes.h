@@ -277,8 +277,8 @@ static void mix_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_di
     }
 }
 
-static void begin_queries(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t queries,
-                          uint32_t lanes)
+static void begin_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t queries,
+                        uint32_t lanes)
 {
     const uint32_t head_dim = job->kv->head_dim;
 
@@ -314,7 +314,7 @@ static void attention_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
     const uint32_t lanes = (queries + VEC_LANES - 1) / VEC_LANES * VEC_LANES;
     const uint32_t end = job->position + job->rows;
 
-    begin_queries(job, s, queries, lanes);
+    begin_lanes(job, s, queries, lanes);
     for (uint32_t tile = 0; tile < end; tile += TD_CPU_TILE_TOKENS) {
         const uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
         const bool partial = job->position + 1 < tile + TD_CPU_TILE_TOKENS;
