@@ -4,6 +4,9 @@
 #include "common/base/td_log.h"
 #include "common/model/td_model_internal.h"
 
+/* Attention is split into spans when a thread would have fewer items than this. */
+#define SPLIT_BELOW 8u
+
 /* One thread's view of a pass. Work on rows is dealt out by rows, products by pairs of panels,
  * attention by (segment, KV head); each number is computed by one thread from its first to its
  * last term, so how work is dealt out cannot change it. */
@@ -112,39 +115,71 @@ static void place_row(td_model_t *m, size_t row, uint32_t layer)
     }
 }
 
-static void attend(const worker_t *w, uint32_t layer)
+static void attend_item(const worker_t *w, uint32_t layer, const td_model_item_t *item,
+                        uint32_t kv_head)
 {
     td_model_t *m = w->m;
     const td_kv_layout_t *kv = &m->info.kv;
     const uint32_t group = m->info.heads / kv->kv_heads;
-    const uint32_t items = m->pass.segment_count * kv->kv_heads;
+    const td_model_segment_t *segment = &m->segments[item->segment];
+    const td_model_row_t *first = &m->pass.rows[segment->row];
+    const size_t at = (size_t)segment->row * m->q_dim + (size_t)kv_head * group * kv->head_dim;
+    const size_t part_stride = td_cpu_part_stride(kv->head_dim);
+    td_cpu_attention_t job = {
+        .pool = m->pass.pool,
+        .kv = kv,
+        .blocks = first->blocks,
+        .layer = layer,
+        .kv_head = kv_head,
+        .position = first->position,
+        .rows = segment->rows,
+        .group = group,
+        .scale = m->attn_scale,
+        .q = m->q + at,
+        .out = m->attn + at,
+        .q_stride = m->q_dim,
+        .begin = item->begin,
+        .end = item->end,
+    };
+
+    if (m->pass.split) {
+        size_t part = segment->part + item->begin / TD_CPU_SPAN_TOKENS;
+        job.parts = m->parts + (part * m->info.heads + (size_t)kv_head * group) * part_stride;
+        job.part_row_stride = segment->spans * m->info.heads * part_stride;
+    }
+    m->ops->attention(&job, m->scratch[w->thread]);
+}
+
+static void attend(const worker_t *w, uint32_t layer)
+{
+    td_model_t *m = w->m;
+    const uint32_t kv_heads = m->info.kv.kv_heads;
+    const uint32_t count = m->pass.item_count * kv_heads;
 
     for (;;) {
         uint32_t taken =
             atomic_fetch_add_explicit(&m->next_item[layer % 2], 1, memory_order_relaxed);
-        if (taken >= items) {
+        if (taken >= count) {
             return;
         }
-        uint32_t item = items - 1 - taken; /* a chunk's last rows see most: longest first */
-        const td_model_segment_t *segment = &m->segments[item / kv->kv_heads];
-        const td_model_row_t *first = &m->pass.rows[segment->row];
-        uint32_t kv_head = item % kv->kv_heads;
-        size_t at = (size_t)segment->row * m->q_dim + (size_t)kv_head * group * kv->head_dim;
-        td_cpu_attention_t job = {
-            .pool = m->pass.pool,
-            .kv = kv,
-            .blocks = first->blocks,
-            .layer = layer,
-            .kv_head = kv_head,
-            .position = first->position,
-            .rows = segment->rows,
-            .group = group,
-            .scale = m->attn_scale,
-            .q = m->q + at,
-            .out = m->attn + at,
-            .q_stride = m->q_dim,
-        };
-        m->ops->attention(&job, m->scratch[w->thread]);
+        const uint32_t idx = count - 1 - taken; /* a chunk's last rows see most: longest first */
+        attend_item(w, layer, &m->items[idx / kv_heads], idx % kv_heads);
+    }
+}
+
+/* After a split pass: the heads of a row from the parts of its spans. */
+static void merge_row(td_model_t *m, size_t row)
+{
+    const td_model_segment_t *segment = &m->segments[m->segment_of[row]];
+    const uint32_t head_dim = m->info.kv.head_dim;
+    const size_t head_stride = td_cpu_part_stride(head_dim);
+    const size_t span_stride = m->info.heads * head_stride;
+    const size_t part = segment->part + (row - segment->row) * segment->spans;
+    const uint32_t spans = m->pass.rows[row].position / TD_CPU_SPAN_TOKENS + 1;
+
+    for (uint32_t h = 0; h < m->info.heads; h++) {
+        m->ops->merge(m->parts + part * span_stride + h * head_stride, span_stride, spans, head_dim,
+                      m->attn + row * m->q_dim + (size_t)h * head_dim);
     }
 }
 
@@ -187,6 +222,9 @@ static void attention_block(const worker_t *w, uint32_t layer)
     }
     attend(w, layer);
     sync_threads(w);
+    for (size_t row = w->row_begin; m->pass.split && row < w->row_end; row++) {
+        merge_row(m, row);
+    }
     quantise_rows(m, m->attn, m->q_dim, w->row_begin, w->row_end, o, 1);
     sync_threads(w);
     product(w, &l->o, m->attn, rows, m->y);
@@ -292,24 +330,63 @@ static td_status_t check_rows(const td_model_t *m, const td_model_row_t *rows, u
 }
 
 /* Cuts rows into runs of consecutive positions of a sequence. Where a run is cut changes speed
- * only: a row's attention depends on absolute tiles. */
-static void plan_pass(td_model_t *m)
+ * only: a row's attention depends on absolute tiles and spans. */
+static void plan_segments(td_model_t *m)
 {
     td_model_pass_t *p = &m->pass;
     td_model_segment_t *segment = NULL;
 
     p->segment_count = 0;
-    p->logit_count = 0;
     for (uint32_t i = 0; i < p->row_count; i++) {
         const td_model_row_t *r = &p->rows[i];
-        if (segment != NULL && segment->rows < TD_CPU_TILE_ROWS &&
-            r->blocks == p->rows[i - 1].blocks && r->position == p->rows[i - 1].position + 1) {
-            segment->rows++;
-        } else {
+        if (segment == NULL || segment->rows == TD_CPU_TILE_ROWS ||
+            r->blocks != p->rows[i - 1].blocks || r->position != p->rows[i - 1].position + 1) {
             segment = &m->segments[p->segment_count++];
-            *segment = (td_model_segment_t){.row = i, .rows = 1};
+            *segment = (td_model_segment_t){.row = i};
         }
-        if (r->want_logits) {
+        segment->rows++;
+        segment->spans = r->position / TD_CPU_SPAN_TOKENS + 1;
+        m->segment_of[i] = p->segment_count - 1;
+    }
+}
+
+/* Few segments with long contexts are split into their spans, so that every thread has work. */
+static void plan_items(td_model_t *m)
+{
+    td_model_pass_t *p = &m->pass;
+    uint32_t parts = 0;
+    bool single = true; /* no segment has more than one span */
+
+    for (uint32_t i = 0; i < p->segment_count; i++) {
+        td_model_segment_t *segment = &m->segments[i];
+        single = single && segment->spans == 1;
+        segment->part = parts;
+        parts = (uint32_t)TD_MIN((uint64_t)parts + (uint64_t)segment->rows * segment->spans,
+                                 (uint64_t)TD_MODEL_PARTS_MAX + 1);
+    }
+    p->split = !single && parts <= TD_MODEL_PARTS_MAX &&
+               p->segment_count * m->info.kv.kv_heads < SPLIT_BELOW * m->options.threads;
+    p->item_count = 0;
+    for (uint32_t i = 0; i < p->segment_count; i++) {
+        for (uint32_t s = 0; s < (p->split ? m->segments[i].spans : 1); s++) {
+            m->items[p->item_count++] = (td_model_item_t){
+                .segment = i,
+                .begin = s * TD_CPU_SPAN_TOKENS,
+                .end = p->split ? (s + 1) * TD_CPU_SPAN_TOKENS : UINT32_MAX,
+            };
+        }
+    }
+}
+
+static void plan_pass(td_model_t *m)
+{
+    td_model_pass_t *p = &m->pass;
+
+    plan_segments(m);
+    plan_items(m);
+    p->logit_count = 0;
+    for (uint32_t i = 0; i < p->row_count; i++) {
+        if (p->rows[i].want_logits) {
             m->logit_rows[p->logit_count++] = i;
         }
     }

@@ -48,7 +48,7 @@ typedef struct td_model_info {
     uint32_t heads;
     td_kv_layout_t kv;
     uint8_t fingerprint[32]; /* of the model file */
-    char numerics_class[64]; /* what may change bits, e.g. "cpu/mixed/r1" (I1) */
+    char numerics_class[64]; /* what may change bits, e.g. "cpu/mixed/r2" (I1) */
     char name[64];           /* general.name, printable */
 } td_model_info_t;
 

@@ -7,7 +7,7 @@
 #include "common/base/td_log.h"
 #include "common/model/td_model_internal.h"
 
-#define KERNEL_REVISION "r1" /* raised whenever a change of arithmetic changes bits */
+#define KERNEL_REVISION "r2" /* raised whenever a change of arithmetic changes bits */
 #define TENSOR_NAME_BYTES 64
 #define PROGRESS_NS (2 * TD_NS_PER_S)
 #define EMBED_DIM_MAX (1u << 20)
@@ -423,6 +423,10 @@ static td_status_t take_buffers(td_model_t *m)
     TD_TRY(take(rows, groups, f, &m->acts.scale16));
     TD_TRY(take(rows, groups, f, &m->acts.sum16));
     TD_TRY(take(rows, 1, sizeof(*m->segments), &m->segments));
+    TD_TRY(take(rows, 1, sizeof(*m->segment_of), &m->segment_of));
+    TD_TRY(take(rows + TD_MODEL_PARTS_MAX, 1, sizeof(*m->items), &m->items));
+    TD_TRY(take(TD_MODEL_PARTS_MAX, info->heads * td_cpu_part_stride(info->kv.head_dim), f,
+                &m->parts));
     TD_TRY(take(m->options.logit_rows_max, 1, sizeof(*m->logit_rows), &m->logit_rows));
     TD_TRY(take(m->options.logit_rows_max, info->vocab_size, f, &m->logits));
     TD_TRY(take(m->options.threads, 1, sizeof(td_cpu_scratch_t *), &m->scratch));
@@ -574,6 +578,9 @@ void td_model_destroy(td_model_t *m)
                            m->acts.sum16,
                            m->scratch,
                            m->segments,
+                           m->segment_of,
+                           m->items,
+                           m->parts,
                            m->logit_rows};
     for (size_t i = 0; i < TD_ARRAY_LEN(owned); i++) {
         td_free(owned[i]);

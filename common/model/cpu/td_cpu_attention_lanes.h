@@ -10,6 +10,7 @@
 
 #include "common/base/td_base.h"
 #include "common/model/cpu/td_cpu_avx2.h"
+#include "common/model/cpu/td_cpu_spans.h"
 
 #define CHAINS 8u        /* over d mod 8, of a score */
 #define LEVELS 3u        /* of the tree that adds them */
@@ -277,45 +278,33 @@ static void mix_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_di
     }
 }
 
-static void begin_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t queries,
-                        uint32_t lanes)
+static uint32_t lanes_of(const td_cpu_attention_t *job)
+{
+    return (job->rows * job->group + VEC_LANES - 1) / VEC_LANES * VEC_LANES;
+}
+
+static void begin_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
 {
     const uint32_t head_dim = job->kv->head_dim;
+    const uint32_t queries = job->rows * job->group;
+    const uint32_t lanes = lanes_of(job);
 
-    memset(s->outputs, 0, queries * td_cpu_output_stride(head_dim) * sizeof(float));
     for (uint32_t i = 0; i < lanes; i++) {
         const float *q = job->q + i / job->group * job->q_stride + i % job->group * head_dim;
-        s->maxima[i] = TD_CPU_MASKED_SCORE;
-        s->sums[i] = 0;
         for (uint32_t d = 0; d < head_dim; d++) {
             s->queries[(size_t)d * lanes + i] = i < queries ? q[d] * job->scale : 0;
         }
     }
 }
 
-static void end_queries(const td_cpu_attention_t *job, const td_cpu_scratch_t *s, uint32_t queries)
-{
-    const uint32_t head_dim = job->kv->head_dim;
-
-    for (uint32_t i = 0; i < queries; i++) {
-        float *out = job->out + i / job->group * job->q_stride + i % job->group * head_dim;
-        const float *sum = s->outputs + i * td_cpu_output_stride(head_dim);
-        const __m256 inverse = _mm256_set1_ps(1.0f / s->sums[i]);
-        for (uint32_t d = 0; d < head_dim; d += 8) {
-            _mm256_storeu_ps(out + d, _mm256_mul_ps(_mm256_loadu_ps(sum + d), inverse));
-        }
-    }
-}
-
-static void attention_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
+static void attend_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin,
+                         uint32_t end)
 {
     const uint32_t head_dim = job->kv->head_dim;
     const uint32_t queries = job->rows * job->group;
-    const uint32_t lanes = (queries + VEC_LANES - 1) / VEC_LANES * VEC_LANES;
-    const uint32_t end = job->position + job->rows;
+    const uint32_t lanes = lanes_of(job);
 
-    begin_lanes(job, s, queries, lanes);
-    for (uint32_t tile = 0; tile < end; tile += TD_CPU_TILE_TOKENS) {
+    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
         const uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
         const bool partial = job->position + 1 < tile + TD_CPU_TILE_TOKENS;
         for (uint32_t i = 0; i < lanes; i++) {
@@ -332,5 +321,7 @@ static void attention_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
         }
         mix_tile(s, lanes, head_dim, queries);
     }
-    end_queries(job, s, queries);
 }
+
+static const td_cpu_span_ops_t lanes_ops = {begin_lanes, attend_lanes, td_cpu_avx2_merge_part,
+                                            td_cpu_avx2_finish};

@@ -22,8 +22,12 @@ void td_cpu_avx2_add(float *x, const float *y, uint32_t n);
 void td_cpu_avx2_rotate(float *head, const float *table, uint32_t n);
 void td_cpu_avx2_to_f16(const float *src, uint8_t *dst, uint32_t n);
 void td_cpu_avx2_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
-/** Scales queries and empties their outputs. Shape: scratch->queries [query][head_dim]. */
+void td_cpu_avx2_merge(float *parts, size_t part_stride, uint32_t count, uint32_t head_dim,
+                       float *out);
+/** As in td_cpu_span_ops_t. Shape: scratch->queries [query][head_dim]. */
 void td_cpu_avx2_begin_queries(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
+void td_cpu_avx2_merge_part(float *total, const float *part, uint32_t head_dim);
+void td_cpu_avx2_finish(const float *elements, float sum, uint32_t head_dim, float *out);
 /** Gathers and converts `tokens` keys or values from absolute position `tile` on.
  * Shape: out [tokens][head_dim]. */
 void td_cpu_avx2_load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,

@@ -150,17 +150,14 @@ ALWAYS_INLINE void attend_tile(td_cpu_scratch_t *s, uint32_t i, const uint32_t h
     }
 }
 
-ALWAYS_INLINE void attention_tiles(const td_cpu_attention_t *job, td_cpu_scratch_t *s,
-                                   const uint32_t head_dim)
+ALWAYS_INLINE void attend_tiles(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin,
+                                uint32_t end, const uint32_t head_dim)
 {
-    uint32_t queries = job->rows * job->group;
-    uint32_t end = job->position + job->rows;
-
-    for (uint32_t tile = 0; tile < end; tile += TD_CPU_TILE_TOKENS) {
+    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
         uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
         td_cpu_avx2_load_tile(job, false, tile, tokens, s->keys);
         td_cpu_avx2_load_tile(job, true, tile, tokens, s->values);
-        for (uint32_t i = 0; i < queries; i++) {
+        for (uint32_t i = 0; i < job->rows * job->group; i++) {
             uint32_t position = job->position + i / job->group;
             if (position >= tile) {
                 attend_tile(s, i, head_dim, TD_MIN(position + 1 - tile, tokens));
@@ -169,51 +166,69 @@ ALWAYS_INLINE void attention_tiles(const td_cpu_attention_t *job, td_cpu_scratch
     }
 }
 
-static __attribute__((noinline)) void attention_tiles_any(const td_cpu_attention_t *job,
-                                                          td_cpu_scratch_t *s)
+static void attend_few(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin,
+                       uint32_t end)
 {
-    attention_tiles(job, s, job->kv->head_dim);
-}
-
-static __attribute__((noinline)) void attention_tiles_64(const td_cpu_attention_t *job,
-                                                         td_cpu_scratch_t *s)
-{
-    attention_tiles(job, s, FAST_HEAD_DIM);
+    if (job->kv->head_dim == FAST_HEAD_DIM) {
+        attend_tiles(job, s, begin, end, FAST_HEAD_DIM);
+    } else {
+        attend_tiles(job, s, begin, end, job->kv->head_dim);
+    }
 }
 
 void td_cpu_avx2_begin_queries(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
 {
     const uint32_t head_dim = job->kv->head_dim;
-    const size_t stride = td_cpu_output_stride(head_dim);
 
     for (uint32_t i = 0; i < job->rows * job->group; i++) {
         const float *q = job->q + i / job->group * job->q_stride + i % job->group * head_dim;
-        s->maxima[i] = TD_CPU_MASKED_SCORE;
-        s->sums[i] = 0;
         for (uint32_t d = 0; d < head_dim; d += AVX2_LANES) {
             _mm256_store_ps(s->queries + (size_t)i * head_dim + d,
                             _mm256_mul_ps(_mm256_loadu_ps(q + d), _mm256_set1_ps(job->scale)));
-            _mm256_store_ps(s->outputs + i * stride + d, _mm256_setzero_ps());
         }
+    }
+}
+
+/* --- spans ------------------------------------------------------------------------------------ */
+
+void td_cpu_avx2_merge_part(float *total, const float *part, uint32_t head_dim)
+{
+    const float before = total[TD_CPU_PART_MAXIMUM];
+    const float maximum = part[TD_CPU_PART_MAXIMUM] > before ? part[TD_CPU_PART_MAXIMUM] : before;
+    const __m256 a = avx2_exp(_mm256_set1_ps(before - maximum));
+    const __m256 b = avx2_exp(_mm256_set1_ps(part[TD_CPU_PART_MAXIMUM] - maximum));
+
+    total[TD_CPU_PART_MAXIMUM] = maximum;
+    total[TD_CPU_PART_SUM] = fmaf(total[TD_CPU_PART_SUM], _mm256_cvtss_f32(a),
+                                  part[TD_CPU_PART_SUM] * _mm256_cvtss_f32(b));
+    for (uint32_t d = 0; d < head_dim; d += AVX2_LANES) {
+        float *at = total + TD_CPU_PART_ELEMENTS + d;
+        __m256 more = _mm256_mul_ps(_mm256_loadu_ps(part + TD_CPU_PART_ELEMENTS + d), b);
+        _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_loadu_ps(at), a, more));
+    }
+}
+
+void td_cpu_avx2_finish(const float *elements, float sum, uint32_t head_dim, float *out)
+{
+    const __m256 inverse = _mm256_set1_ps(1.0f / sum);
+    for (uint32_t d = 0; d < head_dim; d += AVX2_LANES) {
+        _mm256_storeu_ps(out + d, _mm256_mul_ps(_mm256_loadu_ps(elements + d), inverse));
     }
 }
 
 void td_cpu_avx2_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
 {
-    uint32_t head_dim = job->kv->head_dim;
-    uint32_t queries = job->rows * job->group;
+    static const td_cpu_span_ops_t few_ops = {td_cpu_avx2_begin_queries, attend_few,
+                                              td_cpu_avx2_merge_part, td_cpu_avx2_finish};
+    bool few = job->rows * job->group < FEW_QUERIES;
 
-    if (queries >= FEW_QUERIES) {
-        attention_lanes(job, s);
-        return;
-    }
-    td_cpu_avx2_begin_queries(job, s);
-    if (head_dim == FAST_HEAD_DIM) {
-        attention_tiles_64(job, s);
-    } else {
-        attention_tiles_any(job, s);
-    }
-    end_queries(job, s, queries);
+    td_cpu_attend_spans(few ? &few_ops : &lanes_ops, job, s);
+}
+
+void td_cpu_avx2_merge(float *parts, size_t part_stride, uint32_t count, uint32_t head_dim,
+                       float *out)
+{
+    td_cpu_merge_parts(&lanes_ops, parts, part_stride, count, head_dim, out);
 }
 #else
 typedef int td_cpu_avx2_attention_empty_t; /* a translation unit needs a declaration */

@@ -244,13 +244,10 @@ static void attend_row(td_cpu_scratch_t *s, const td_cpu_attention_t *job, uint3
     }
 }
 
-static void attention_few(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
+static void attend_few_rows(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin,
+                            uint32_t end)
 {
-    const uint32_t queries = job->rows * job->group;
-    const uint32_t end = job->position + job->rows;
-
-    td_cpu_avx2_begin_queries(job, s);
-    for (uint32_t tile = 0; tile < end; tile += TD_CPU_TILE_TOKENS) {
+    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
         const uint32_t second = end - tile > 16 ? tile + 16 : tile; /* has a block */
         const uint8_t *const keys[2] = {td_cpu_kv_at(job, false, tile),
                                         td_cpu_kv_at(job, false, second)};
@@ -264,16 +261,15 @@ static void attention_few(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
             }
         }
     }
-    end_queries(job, s, queries);
 }
 
 void td_cpu_avx512_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
 {
-    if (job->rows * job->group < FEW_QUERIES) {
-        attention_few(job, s);
-    } else {
-        attention_lanes(job, s);
-    }
+    static const td_cpu_span_ops_t few_ops = {td_cpu_avx2_begin_queries, attend_few_rows,
+                                              td_cpu_avx2_merge_part, td_cpu_avx2_finish};
+    bool few = job->rows * job->group < FEW_QUERIES;
+
+    td_cpu_attend_spans(few ? &few_ops : &lanes_ops, job, s);
 }
 #else
 typedef int td_cpu_avx512_attention_empty_t; /* a translation unit needs a declaration */

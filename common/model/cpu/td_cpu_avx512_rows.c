@@ -29,6 +29,7 @@ const td_cpu_ops_t td_cpu_avx512_ops = {
     .rotate = td_cpu_avx2_rotate,
     .to_f16 = td_cpu_avx2_to_f16,
     .attention = td_cpu_avx512_attention,
+    .merge = td_cpu_avx2_merge,
 };
 #else
 typedef int td_cpu_avx512_rows_empty_t; /* a translation unit needs a declaration */

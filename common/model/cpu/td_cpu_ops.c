@@ -6,6 +6,7 @@
 #endif
 
 #include "common/base/td_base.h"
+#include "common/base/td_log.h"
 
 #if defined(__x86_64__)
 /* clang 14 does not know "f16c" by name, so it is asked of the CPU (leaf 1, ecx bit 29). */
@@ -65,11 +66,13 @@ td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group, td_cpu_scra
     /* A vector read at a row's end reaches into the next row, at the last row into what follows. */
     const size_t tile = td_cpu_whole_vectors((size_t)TD_CPU_TILE_TOKENS * head_dim);
     const size_t queries = lanes * td_cpu_output_stride(head_dim);
-    const size_t floats = 2 * tile + 2 * queries + TD_CPU_TILE_TOKENS * lanes + 4 * lanes;
+    const size_t totals = (lanes + 1) * td_cpu_part_stride(head_dim);
+    const size_t floats = 2 * tile + 2 * queries + TD_CPU_TILE_TOKENS * lanes + 4 * lanes + totals;
     td_cpu_scratch_t *s =
         td_alloc_aligned(TD_CACHE_LINE_BYTES, sizeof(*s) + floats * sizeof(float));
 
     if (s == NULL) {
+        TD_LOG_ERROR("no memory for a thread's scratch", "head_dim=%u group=%u", head_dim, group);
         return TD_ERR_NO_MEMORY;
     }
     memset(s, 0, sizeof(*s) + floats * sizeof(float));
@@ -81,7 +84,8 @@ td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group, td_cpu_scra
     s->maxima = s->weights + TD_CPU_TILE_TOKENS * lanes;
     s->sums = s->maxima + lanes;
     s->rescale = s->sums + lanes;
-    s->reach = (int32_t *)(void *)(s->rescale + lanes);
+    s->totals = s->rescale + lanes;
+    s->reach = (int32_t *)(void *)(s->totals + totals);
     *out = s;
     return TD_OK;
 }

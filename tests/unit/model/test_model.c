@@ -333,7 +333,7 @@ static void test_info_says_what_was_loaded(void **state)
 
     TINY_RIG(rig, gguf, tiny);
     assert_string_equal(rig.info->name, "tiny?? model");
-    assert_string_equal(rig.info->numerics_class, "cpu/mixed/r1");
+    assert_string_equal(rig.info->numerics_class, "cpu/mixed/r2");
     assert_int_equal(rig.info->vocab_size, TINY_VOCAB);
     assert_int_equal(rig.info->context_max, TINY_CONTEXT);
     assert_int_equal(rig.info->kv.layers, TINY_LAYERS);
@@ -584,6 +584,31 @@ static void test_scrambled_blocks_change_no_bit(void **state)
     memset(rig->pool, 0, rig->pool_bytes);
 }
 
+/* Single rows at long contexts are split into spans over the threads; chunks are not. */
+static void test_split_contexts_change_no_bit(void **state)
+{
+    enum { LONG = 2 * 512 + 40, SINGLE = 3 };
+    real_t *real = *state;
+    td_model_options_t options = default_options();
+    const float *logits = NULL;
+    rig_t split;
+
+    rig_init(&split, real->gguf, &options, 1, LONG);
+    prefill(&split, 0, LONG, 512, real->a);
+    rig_fini(&split);
+    options.threads = 3;
+    rig_init(&split, real->gguf, &options, 1, LONG);
+    prefill(&split, 0, LONG - SINGLE, 300, real->b);
+    for (uint32_t p = LONG - SINGLE; p < LONG; p++) {
+        set_row(&split, 0, 0, p, true);
+        assert_int_equal(
+            td_model_forward(split.model, split.pool, split.rows, 1, 0, NULL, NULL, &logits),
+            TD_OK);
+    }
+    assert_same_bits(real->a, logits, real->rig.info->vocab_size);
+    rig_fini(&split);
+}
+
 static void test_threads_and_isa_change_no_bit(void **state)
 {
     real_t *real = *state;
@@ -624,6 +649,7 @@ int main(void)
         cmocka_unit_test(test_batch_changes_no_bit),
         cmocka_unit_test(test_scrambled_blocks_change_no_bit),
         cmocka_unit_test(test_threads_and_isa_change_no_bit),
+        cmocka_unit_test(test_split_contexts_change_no_bit),
     };
     int failed = cmocka_run_group_tests(tiny, NULL, NULL);
 #if defined(__SANITIZE_THREAD__)
