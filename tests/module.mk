@@ -11,9 +11,11 @@ $(BIN)/tests/%: $(B)/tests/%.o $(NODE_LIBS) $(B)/libtandem.a
 BENCH_SRC := $(wildcard tests/bench/*.c)
 ifneq ($(BENCH_SRC),)
 PROGRAMS += tandem-bench
+# The load generator's client; no other program needs it.
+CURL_LIBS = $(shell pkg-config --libs libcurl)
 $(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) -o $@
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CURL_LIBS) -o $@
 endif
 
 # libFuzzer over every decoder of outside bytes: make fuzz FUZZ_SECONDS=60. Needs clang with its runtime;

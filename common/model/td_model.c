@@ -412,3 +412,30 @@ td_status_t td_model_forward(td_model_t *model, uint8_t *pool_bytes, const td_mo
     *logits_out = model->logits;
     return TD_OK;
 }
+
+static void attention_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count)
+{
+    td_model_t *m = ctx;
+    const worker_t w = {.m = m, .thread = thread_idx, .threads = thread_count};
+
+    for (uint32_t layer = 0; layer < m->info.kv.layers; layer++) {
+        attend(&w, layer);
+        sync_threads(&w);
+        if (w.thread == 0) { /* read again two layers on, behind the next barrier */
+            atomic_store_explicit(&m->next_item[layer % 2], 0, memory_order_relaxed);
+        }
+    }
+}
+
+td_status_t td_model_attention_only(td_model_t *model, uint8_t *pool_bytes,
+                                    const td_model_row_t *rows, uint32_t row_count)
+{
+    TD_ASSERT(model != NULL && pool_bytes != NULL && rows != NULL);
+    TD_TRY(check_rows(model, rows, row_count));
+    model->pass = (td_model_pass_t){.pool = pool_bytes, .rows = rows, .row_count = row_count};
+    plan_pass(model);
+    atomic_store_explicit(&model->next_item[0], 0, memory_order_relaxed);
+    atomic_store_explicit(&model->next_item[1], 0, memory_order_relaxed);
+    td_threads_run(model->threads, attention_thread, model);
+    return TD_OK;
+}

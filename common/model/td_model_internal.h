@@ -94,3 +94,9 @@ struct td_model {
      * Relaxed: the barriers order everything, the counter only deals out numbers. */
     atomic_uint next_item[2];
 };
+
+/** The attention of a pass, of every layer and alone, for measuring it: queries are whatever the
+ * last pass left, KV is read from the blocks, and the result goes nowhere. Errors: as
+ * td_model_forward(). */
+TD_MUST_CHECK td_status_t td_model_attention_only(td_model_t *model, uint8_t *pool_bytes,
+                                                  const td_model_row_t *rows, uint32_t row_count);

@@ -2,6 +2,8 @@
  * Threads: owner. */
 #pragma once
 
+#include <jansson.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "common/model/td_model.h"
@@ -13,15 +15,21 @@
 /** Subcommands: arguments from their own name on; they answer the exit code. */
 int bench_eval(int argc, char **argv);
 int bench_model(int argc, char **argv);
+int bench_handoff(int argc, char **argv);
+int bench_serve(int argc, char **argv);
+int bench_transfer(int argc, char **argv);
 
 /** Says "tandem-bench: ..." on standard error. Answers BENCH_EXIT_USAGE. */
 int bench_usage_error(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 /** Parses a whole decimal number in [min, max]; false after saying what is wrong. */
 bool bench_parse_u32(const char *option, const char *text, uint32_t min, uint32_t max,
                      uint32_t *out);
-/** "auto", "portable" or "avx2"; false after saying what is wrong. */
+#define BENCH_ISA_NAMES "auto, portable, avx2 or avx512"
+/** One of BENCH_ISA_NAMES; false after saying what is wrong. */
 bool bench_parse_isa(const char *text, td_isa_t *out);
 bool bench_parse_precision(const char *text, td_precision_t *out);
+/** Prints a flat object of numbers to standard output, as one line of JSON or as a table. */
+void bench_print_figures(json_t *figures, bool as_json);
 
 /** A model with a KV pool of its own, its blocks in order. */
 typedef struct bench_model_run {

@@ -57,7 +57,7 @@ static void print_help(void)
                "  --threads N       default 2\n"
                "  --precision P     fast, mixed (default) or exact\n"
                "  --chunk N         rows of a pass, default 128\n"
-               "  --isa I           auto (default), portable or avx2; never changes a result\n"
+               "  --isa I           " BENCH_ISA_NAMES "; default auto; never changes a result\n"
                "  --help            this text");
 }
 

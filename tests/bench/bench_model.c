@@ -6,6 +6,7 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
+#include "common/model/td_model_internal.h"
 #include "tests/bench/bench.h"
 
 #define MODEL_CHUNK 512u
@@ -20,6 +21,7 @@ typedef struct model_options {
     uint32_t threads;
     uint32_t repeat;
     td_precision_t precision;
+    td_isa_t isa;
     bool json;
 } model_options_t;
 
@@ -38,12 +40,16 @@ static void print_help(void)
         "\n"
         "Measures one model: loading, prefill of 128 to 2048 tokens in chunks of 512, decode\n"
         "steps of 1 to 16 sequences at 128 tokens, passes of 1 to 8 rows of one sequence at\n"
-        "256 tokens. Each figure is the best of the repeats.\n"
+        "256 tokens. Then attention alone over a prefill of 2048 tokens (multiplications and\n"
+        "additions a second), how fast as many bytes as the weights have can be read, and which\n"
+        "part of that a decode step of one sequence reaches. Each figure is the best of the\n"
+        "repeats.\n"
         "\n"
         "Options:\n"
         "  --model FILE      GGUF file (required)\n"
         "  --threads N       default 2\n"
         "  --precision P     fast, mixed (default) or exact\n"
+        "  --isa I           " BENCH_ISA_NAMES "; default auto\n"
         "  --repeat N        default 5\n"
         "  --json            one JSON object instead of a table\n"
         "  --help            this text");
@@ -174,6 +180,134 @@ static bool measure_verify(model_bench_t *b)
     return true;
 }
 
+/* --- limits ------------------------------------------------------------------------------------
+ */
+
+/* Multiply-adds of causal attention over so many tokens: scores and sums, all heads and layers. */
+static double attention_macs(const td_model_info_t *info, uint32_t tokens)
+{
+    double visible = (double)tokens * (tokens + 1) / 2;
+    return visible * 2 * info->kv.head_dim * info->heads * info->kv.layers;
+}
+
+/* Over the KV that the last prefill of sequence 0 left. */
+static bool attend(model_bench_t *b, uint32_t tokens)
+{
+    for (uint32_t at = 0; at < tokens; at += MODEL_CHUNK) {
+        uint32_t count = TD_MIN(MODEL_CHUNK, tokens - at);
+        for (uint32_t i = 0; i < count; i++) {
+            set_row(b, i, 0, at + i);
+            b->rows[i].want_logits = false;
+        }
+        if (td_model_attention_only(b->run.model, b->run.pool, b->rows, count) != TD_OK) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool measure_attention(model_bench_t *b)
+{
+    uint64_t best_ns = UINT64_MAX;
+    const td_model_info_t *info = td_model_info(b->run.model);
+
+    if (info->context_max < MODEL_PREFILL_MAX) {
+        return true;
+    }
+    if (!prefill(b, 0, MODEL_PREFILL_MAX)) {
+        return false;
+    }
+    for (uint32_t r = 0; r < b->options.repeat; r++) {
+        uint64_t begin_ns = td_now_ns();
+        if (!attend(b, MODEL_PREFILL_MAX)) {
+            return false;
+        }
+        best_ns = TD_MIN(best_ns, td_now_ns() - begin_ns);
+    }
+    add_figure(b, "attention_gmac_s", attention_macs(info, MODEL_PREFILL_MAX) / (double)best_ns);
+    return true;
+}
+
+static size_t matrix_bytes(const td_cpu_matrix_t *matrix)
+{
+    return matrix->panels * matrix->panel_bytes;
+}
+
+/* What a pass over one token reads of the weights: everything but the embedding's other rows. */
+static size_t token_weight_bytes(const td_model_t *m)
+{
+    size_t bytes = matrix_bytes(m->head) + m->info.embed_dim * sizeof(float);
+
+    for (uint32_t i = 0; i < m->info.kv.layers; i++) {
+        const td_model_layer_t *l = &m->layers[i];
+        bytes += matrix_bytes(&l->q) + matrix_bytes(&l->k) + matrix_bytes(&l->v) +
+                 matrix_bytes(&l->o) + matrix_bytes(&l->gate) + matrix_bytes(&l->up) +
+                 matrix_bytes(&l->down) + 2 * m->info.embed_dim * sizeof(float);
+    }
+    return bytes;
+}
+
+typedef uint64_t reading_t __attribute__((vector_size(16)));
+
+typedef struct reading_pass {
+    const reading_t *words; /* borrowed */
+    size_t count;
+    _Atomic uint64_t sum; /* relaxed: only so that reading is not left out */
+} reading_pass_t;
+
+static void read_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count)
+{
+    reading_pass_t *pass = ctx;
+    size_t part = pass->count / thread_count / 4 * 4;
+    const reading_t *words = pass->words + part * thread_idx;
+    reading_t a = {0}; /* one after the other by name: gcc 12 keeps an array of them in memory */
+    reading_t b = {0};
+    reading_t c = {0};
+    reading_t d = {0};
+
+    for (size_t i = 0; i < part; i += 4) {
+        a += words[i];
+        b += words[i + 1];
+        c += words[i + 2];
+        d += words[i + 3];
+    }
+    a += b + c + d;
+    atomic_fetch_add_explicit(&pass->sum, a[0] + a[1], memory_order_relaxed);
+}
+
+static bool measure_reading(model_bench_t *b)
+{
+    size_t bytes = token_weight_bytes(b->run.model);
+    reading_pass_t pass = {.count = bytes / sizeof(reading_t)};
+    uint64_t best_ns = UINT64_MAX;
+    td_threads_t *threads = NULL;
+    reading_t *words = td_alloc_aligned(64, bytes);
+    double limit_gb_s = 0;
+
+    if (words == NULL || td_threads_create(b->options.threads, &threads) != TD_OK) {
+        td_free(words);
+        return false;
+    }
+    memset(words, 1, bytes); /* pages of its own, not one page of zeros many times */
+    pass.words = words;
+    for (uint32_t r = 0; r < b->options.repeat; r++) {
+        uint64_t begin_ns = td_now_ns();
+        for (uint32_t step = 0; step < DECODE_STEPS; step++) { /* a sample is as long as decode's */
+            td_threads_run(threads, read_thread, &pass);
+        }
+        best_ns = TD_MIN(best_ns, td_now_ns() - begin_ns);
+    }
+    td_threads_destroy(threads);
+    td_free(words);
+    limit_gb_s = DECODE_STEPS * (double)bytes / (double)best_ns;
+    add_figure(b, "weights_mb", (double)bytes / 1e6);
+    add_figure(b, "read_limit_gb_s", limit_gb_s);
+    add_figure(b, "read_fraction",
+               (double)bytes * json_real_value(json_object_get(b->figures, "decode_b1_tok_s")) /
+                   1e9 / limit_gb_s);
+    return true;
+}
+
 static double resident_mb(void)
 {
     unsigned long pages_total = 0;
@@ -189,28 +323,13 @@ static double resident_mb(void)
     return (double)pages * 4096 / 1e6;
 }
 
-static void print_figures(const model_bench_t *b)
-{
-    const char *key = NULL;
-    json_t *value = NULL;
-
-    if (b->options.json) {
-        (void)json_dumpf(b->figures, stdout, JSON_COMPACT | JSON_REAL_PRECISION(6));
-        (void)putchar('\n');
-        return;
-    }
-    json_object_foreach(b->figures, key, value)
-    {
-        (void)printf("%-22s %12.2f\n", key, json_real_value(value));
-    }
-}
-
 static int parse_options(int argc, char **argv, model_options_t *o)
 {
     static const struct option longs[] = {{"model", required_argument, NULL, 'm'},
                                           {"threads", required_argument, NULL, 't'},
                                           {"precision", required_argument, NULL, 'p'},
                                           {"repeat", required_argument, NULL, 'r'},
+                                          {"isa", required_argument, NULL, 'i'},
                                           {"json", no_argument, NULL, 'j'},
                                           {"help", no_argument, NULL, 'h'},
                                           {NULL, 0, NULL, 0}};
@@ -230,6 +349,9 @@ static int parse_options(int argc, char **argv, model_options_t *o)
             break;
         case 'r':
             ok = bench_parse_u32("--repeat", optarg, 1, 1000, &o->repeat);
+            break;
+        case 'i':
+            ok = bench_parse_isa(optarg, &o->isa);
             break;
         case 'j':
             o->json = true;
@@ -264,6 +386,7 @@ int bench_model(int argc, char **argv)
         return rc < 0 ? BENCH_EXIT_OK : rc;
     }
     options = (td_model_options_t){.precision = b.options.precision,
+                                   .isa = b.options.isa,
                                    .threads = b.options.threads,
                                    .rows_max = MODEL_CHUNK,
                                    .logit_rows_max = MODEL_SEQUENCES,
@@ -277,9 +400,10 @@ int bench_model(int argc, char **argv)
     b.figures = json_object();
     add_figure(&b, "load_ms", (double)(td_now_ns() - begin_ns) / (double)TD_NS_PER_MS);
     add_figure(&b, "rss_mb", resident_mb());
-    ok = measure_prefill(&b) && measure_decode(&b) && measure_verify(&b);
+    ok = measure_prefill(&b) && measure_decode(&b) && measure_verify(&b) && measure_attention(&b) &&
+         measure_reading(&b);
     if (ok) {
-        print_figures(&b);
+        bench_print_figures(b.figures, b.options.json);
     }
     json_decref(b.figures);
     bench_model_close(&b.run);

@@ -15,7 +15,10 @@ static const struct {
     const char *summary;
 } commands[] = {
     {"eval", bench_eval, "score and continue texts with a model (JSON lines in and out)"},
+    {"handoff", bench_handoff, "what splitting prefill and decode costs until the first token"},
     {"model", bench_model, "speed of the forward pass"},
+    {"serve", bench_serve, "conversations with an OpenAI-compatible server"},
+    {"transfer", bench_transfer, "fetching KV blocks from another process"},
 };
 
 int bench_usage_error(const char *fmt, ...)
@@ -51,7 +54,7 @@ bool bench_parse_isa(const char *text, td_isa_t *out)
     if (td_isa_parse(text, out) == TD_OK) {
         return true;
     }
-    (void)bench_usage_error("--isa wants auto, portable, avx2 or avx512, not \"%s\"", text);
+    (void)bench_usage_error("--isa wants " BENCH_ISA_NAMES ", not \"%s\"", text);
     return false;
 }
 
@@ -62,6 +65,26 @@ bool bench_parse_precision(const char *text, td_precision_t *out)
     }
     (void)bench_usage_error("--precision wants fast, mixed or exact, not \"%s\"", text);
     return false;
+}
+
+void bench_print_figures(json_t *figures, bool as_json)
+{
+    const char *key = NULL;
+    json_t *value = NULL;
+
+    if (as_json) {
+        (void)json_dumpf(figures, stdout, JSON_COMPACT | JSON_REAL_PRECISION(6));
+        (void)putchar('\n');
+        return;
+    }
+    json_object_foreach(figures, key, value)
+    {
+        if (json_is_integer(value)) {
+            (void)printf("%-26s %12lld\n", key, (long long)json_integer_value(value));
+        } else {
+            (void)printf("%-26s %15.2f\n", key, json_real_value(value));
+        }
+    }
 }
 
 int bench_model_open(const char *path, const td_model_options_t *options, uint32_t sequences,

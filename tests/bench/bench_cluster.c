@@ -1,0 +1,159 @@
+#include "tests/bench/bench_cluster.h"
+
+#include <fcntl.h>
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_buf.h"
+#include "tests/bench/bench.h"
+
+#define CLUSTER_ARGUMENTS_MAX 64u
+
+/* Standard output: "up" when the cluster is; standard input: ends when it may go. */
+static const char keeper_script[] =
+    "trap : PIPE\n" /* nobody may listen any more: go on, and clean up */
+    "local_sh=$1 dir=$2; shift 2\n"
+    "if \"$local_sh\" up --dir \"$dir/run\" \"$@\" >\"$dir/up.log\" 2>&1 </dev/null; then\n"
+    "    echo up || true\n"
+    "    read -r _ || true\n"
+    "else\n"
+    "    cat \"$dir/up.log\" >&2\n"
+    "fi\n"
+    "\"$local_sh\" down --dir \"$dir/run\" >/dev/null 2>&1 </dev/null\n"
+    "rm -rf \"$dir\"\n";
+
+_Noreturn static void keeper_main(const bench_cluster_options_t *options, const char *dir, int in,
+                                  int out)
+{
+    const char *argv[CLUSTER_ARGUMENTS_MAX + 8] = {
+        "bash", "-c", keeper_script, "keeper", options->local_sh, dir};
+    size_t count = 6;
+
+    for (size_t i = 0; options->arguments[i] != NULL && i < CLUSTER_ARGUMENTS_MAX; i++) {
+        argv[count++] = options->arguments[i];
+    }
+    (void)setsid(); /* an interrupt from the keyboard is for the bench; the keeper cleans up after
+                       it */
+    if (dup2(in, STDIN_FILENO) >= 0 && dup2(out, STDOUT_FILENO) >= 0 &&
+        setenv("UCX_TLS", options->ucx_tls, 1) == 0) {
+        (void)execvp("bash", (char *const *)(uintptr_t)argv);
+    }
+    _exit(BENCH_EXIT_FAILED);
+}
+
+static bool start_keeper(const bench_cluster_options_t *options, bench_cluster_t *cluster,
+                         int *said_out)
+{
+    int control[2] = {-1, -1};
+    int said[2] = {-1, -1};
+
+    if (pipe2(control, O_CLOEXEC) != 0) {
+        return false;
+    }
+    cluster->control = control[1];
+    if (pipe2(said, O_CLOEXEC) != 0) {
+        (void)close(control[0]);
+        return false;
+    }
+    (void)fflush(NULL);
+    cluster->keeper = fork();
+    if (cluster->keeper == 0) {
+        keeper_main(options, cluster->dir, control[0], said[1]);
+    }
+    (void)close(control[0]);
+    (void)close(said[1]);
+    *said_out = said[0];
+    return cluster->keeper > 0;
+}
+
+/* The router's address, out of what local.sh wrote. */
+static char *router_url(const bench_cluster_t *cluster)
+{
+    td_str_t text = {0};
+    json_t *processes = NULL;
+    json_t *process = NULL;
+    const char *http = NULL;
+    size_t i = 0;
+
+    if (td_str_printf(&text, "%s/run/cluster.json", cluster->dir) == TD_OK) {
+        processes = json_load_file(text.bytes, 0, NULL);
+    }
+    td_str_fini(&text);
+    json_array_foreach(processes, i, process)
+    {
+        const char *role = json_string_value(json_object_get(process, "role"));
+        if (role != NULL && strcmp(role, "router") == 0) {
+            http = json_string_value(json_object_get(process, "http"));
+        }
+    }
+    if (http != NULL && td_str_printf(&text, "http://%s", http) != TD_OK) {
+        td_str_fini(&text);
+    }
+    json_decref(processes);
+    return text.bytes;
+}
+
+int bench_cluster_start(const bench_cluster_options_t *options, bench_cluster_t *cluster)
+{
+    const char *tmp = getenv("TMPDIR");
+    char answer[8] = {0};
+    int said = -1;
+
+    *cluster = (bench_cluster_t){.control = -1};
+    (void)snprintf(cluster->dir, sizeof(cluster->dir), "%s/tandem-bench.XXXXXX",
+                   tmp == NULL || strlen(tmp) > BENCH_DIR_BYTES / 2 ? "/tmp" : tmp);
+    if (mkdtemp(cluster->dir) == NULL) {
+        (void)bench_usage_error("cannot make a folder like %s", cluster->dir);
+        return BENCH_EXIT_FAILED;
+    }
+    if (!start_keeper(options, cluster, &said)) {
+        (void)bench_usage_error("cannot start a cluster: no pipe or no process");
+        (void)rmdir(cluster->dir);
+        return BENCH_EXIT_FAILED;
+    }
+    if (read(said, answer, sizeof(answer) - 1) > 0) {
+        cluster->url = router_url(cluster);
+    }
+    (void)close(said);
+    if (cluster->url == NULL) {
+        (void)bench_usage_error("the cluster did not come up (above)");
+        return BENCH_EXIT_FAILED;
+    }
+    return BENCH_EXIT_OK;
+}
+
+void bench_cluster_stop(bench_cluster_t *cluster)
+{
+    if (cluster->keeper <= 0) {
+        return;
+    }
+    if (cluster->control >= 0) {
+        (void)close(cluster->control);
+    }
+    (void)waitpid(cluster->keeper, NULL, 0);
+    td_free(cluster->url);
+    *cluster = (bench_cluster_t){.control = -1};
+}
+
+bool bench_cluster_log_holds(const bench_cluster_t *cluster, const char *id, const char *text)
+{
+    char line[4096];
+    char path[BENCH_DIR_BYTES + 128];
+    FILE *file = NULL;
+    bool found = false;
+
+    (void)snprintf(path, sizeof(path), "%s/run/%s.log", cluster->dir, id);
+    file = fopen(path, "r");
+    while (file != NULL && !found && fgets(line, sizeof(line), file) != NULL) {
+        found = strstr(line, text) != NULL;
+    }
+    if (file != NULL) {
+        (void)fclose(file);
+    }
+    return found;
+}
