@@ -45,6 +45,7 @@ typedef struct td_model_pass {
     uint32_t segment_count;
     uint32_t item_count;
     bool split; /* items are spans, whose parts are merged afterwards */
+    bool alone; /* no sequence has two segments, and none is split: items write their own KV */
     uint32_t logit_count;
     uint32_t layers_step;
     td_model_layers_fn on_layers;
@@ -83,6 +84,8 @@ struct td_model {
     float *up;                    /* [row][ff_dim] */
     float *logits;                /* [logit row][vocab_size] */
     td_cpu_acts_t acts;           /* quantised forms; [row][widest input], f32 unused */
+    td_cpu_acts_t acts_ff;        /* of down's input, written while others read acts */
+    bool heads_are_groups;        /* a KV head's share of attn is whole groups */
     td_cpu_scratch_t **scratch;   /* owned; [threads] */
     td_model_segment_t *segments; /* [row] */
     uint32_t *segment_of;         /* [row] */

@@ -399,12 +399,33 @@ static td_status_t take(uint32_t rows, size_t width, size_t elem_bytes, void *ou
     return TD_OK;
 }
 
+static td_status_t take_acts(uint32_t rows, size_t widest, td_cpu_acts_t *out)
+{
+    const size_t groups = (widest + TD_CPU_GROUP - 1) / TD_CPU_GROUP;
+
+    TD_TRY(take(rows, widest, sizeof(int8_t), &out->q8));
+    TD_TRY(take(rows, widest, sizeof(int16_t), &out->q16));
+    TD_TRY(take(rows, groups, sizeof(float), &out->scale8));
+    TD_TRY(take(rows, groups, sizeof(float), &out->sum8));
+    TD_TRY(take(rows, groups, sizeof(float), &out->scale16));
+    return take(rows, groups, sizeof(float), &out->sum16);
+}
+
+static void acts_fini(td_cpu_acts_t *acts)
+{
+    td_free(acts->q8);
+    td_free(acts->q16);
+    td_free(acts->scale8);
+    td_free(acts->sum8);
+    td_free(acts->scale16);
+    td_free(acts->sum16);
+}
+
 static td_status_t take_buffers(td_model_t *m)
 {
     const td_model_info_t *info = &m->info;
     const uint32_t rows = m->options.rows_max;
     const size_t widest = TD_MAX(TD_MAX(info->embed_dim, info->ff_dim), m->q_dim);
-    const size_t groups = (widest + TD_CPU_GROUP - 1) / TD_CPU_GROUP;
     const size_t f = sizeof(float);
 
     TD_TRY(take(rows, info->embed_dim, f, &m->x));
@@ -416,12 +437,8 @@ static td_status_t take_buffers(td_model_t *m)
     TD_TRY(take(rows, m->q_dim, f, &m->attn));
     TD_TRY(take(rows, info->ff_dim, f, &m->gate));
     TD_TRY(take(rows, info->ff_dim, f, &m->up));
-    TD_TRY(take(rows, widest, sizeof(int8_t), &m->acts.q8));
-    TD_TRY(take(rows, widest, sizeof(int16_t), &m->acts.q16));
-    TD_TRY(take(rows, groups, f, &m->acts.scale8));
-    TD_TRY(take(rows, groups, f, &m->acts.sum8));
-    TD_TRY(take(rows, groups, f, &m->acts.scale16));
-    TD_TRY(take(rows, groups, f, &m->acts.sum16));
+    TD_TRY(take_acts(rows, widest, &m->acts));
+    TD_TRY(take_acts(rows, info->ff_dim, &m->acts_ff));
     TD_TRY(take(rows, 1, sizeof(*m->segments), &m->segments));
     TD_TRY(take(rows, 1, sizeof(*m->segment_of), &m->segment_of));
     TD_TRY(take(rows + TD_MODEL_PARTS_MAX, 1, sizeof(*m->items), &m->items));
@@ -493,6 +510,8 @@ static td_status_t load_all(td_model_t *m, const td_gguf_t *gguf)
     TD_TRY(load_layers(m, gguf));
     TD_TRY(make_rope(m, gguf));
     TD_TRY(take_buffers(m));
+    m->heads_are_groups =
+        m->info.heads / m->info.kv.kv_heads * m->info.kv.head_dim % TD_CPU_GROUP == 0;
     TD_TRY(td_threads_create(m->options.threads, &m->threads));
     m->limit16 = m->options.precision == TD_PRECISION_FAST ? TD_CPU_INT8_MAX : TD_CPU_INT16_MAX;
     read_name(gguf, m->info.name);
@@ -558,33 +577,15 @@ void td_model_destroy(td_model_t *m)
     for (uint32_t t = 0; m->scratch != NULL && t < m->options.threads; t++) {
         td_free(m->scratch[t]);
     }
-    void *const owned[] = {m->output_norm,
-                           m->rope,
-                           m->x,
-                           m->normed,
-                           m->y,
-                           m->q,
-                           m->k,
-                           m->v,
-                           m->attn,
-                           m->gate,
-                           m->up,
-                           m->logits,
-                           m->acts.q8,
-                           m->acts.q16,
-                           m->acts.scale8,
-                           m->acts.sum8,
-                           m->acts.scale16,
-                           m->acts.sum16,
-                           m->scratch,
-                           m->segments,
-                           m->segment_of,
-                           m->items,
-                           m->parts,
-                           m->logit_rows};
+    void *const owned[] = {m->output_norm, m->rope,   m->x,         m->normed,   m->y,
+                           m->q,           m->k,      m->v,         m->attn,     m->gate,
+                           m->up,          m->logits, m->scratch,   m->segments, m->segment_of,
+                           m->items,       m->parts,  m->logit_rows};
     for (size_t i = 0; i < TD_ARRAY_LEN(owned); i++) {
         td_free(owned[i]);
     }
+    acts_fini(&m->acts);
+    acts_fini(&m->acts_ff);
     td_free(m);
 }
 
