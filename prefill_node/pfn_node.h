@@ -46,7 +46,7 @@ typedef struct pfn_request {
     uint32_t done_tokens;      /* positions whose KV is in the blocks */
     uint32_t announced_blocks; /* completely announced to the decode node */
     bool computing;            /* a batch has rows of it now */
-    uint32_t fetches;          /* under way */
+    uint32_t fetches;          /* under way, or being hashed */
     uint32_t *quarantined;     /* owned, [blocks]; while PFN_DRAIN */
     uint32_t quarantined_count;
     td_sampled_t *first; /* owned, [n]: first token of each choice */
@@ -115,6 +115,7 @@ void pfn_prefix_begin(pfn_node_t *pfn, pfn_request_t *request);
 /** After a reader found wrong bytes: cached blocks that no longer match their hash leave the index,
  * so that the next attempt computes them (I3). */
 void pfn_prefix_drop_wrong(pfn_node_t *pfn, pfn_request_t *request);
+/** Takes over the job: it is freed, or goes on to the verifier. */
 void pfn_prefix_fetched(pfn_node_t *pfn, td_node_fetch_t *job);
 
 /* pfn_batch.c */

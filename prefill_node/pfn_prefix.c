@@ -44,31 +44,39 @@ static void take_fetched(pfn_node_t *p, pfn_request_t *r)
                     (r->local_blocks + r->store_blocks) * td_node_layout(&p->node)->block_tokens);
 }
 
-void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
+/* hashes[] held the announced checksums, which are bound to the key and the source's epoch. */
+static void compare(pfn_node_t *p, pfn_request_t *r, const td_node_fetch_t *job)
 {
-    pfn_request_t *r = pfn_request_find(p, job->ticket, job->attempt);
-    const td_fetch_piece_t *pieces = job->pieces;
-    size_t block_bytes = td_pool_block_bytes(p->node.pool);
-
-    TD_ASSERT(r != NULL); /* a request stays until its fetches have come back */
-    r->fetches--;
-    for (uint32_t i = 0; job->fetch.status == TD_OK && i < job->fetch.piece_count; i++) {
-        /* hashes[] held the announced checksum, which is bound to the key and the source's epoch.
-         */
+    for (uint32_t i = 0; i < job->fetch.piece_count; i++) {
         uint32_t at = job->first + i;
-        uint64_t hash = td_block_content_hash(pieces[i].dest, block_bytes);
-        r->verified[at] = td_block_checksum(hash, &r->keys[at], pieces[i].epoch) == r->hashes[at];
-        r->hashes[at] = hash;
+        uint64_t sum = td_block_checksum(job->hashes[i], &r->keys[at], job->pieces[i].epoch);
+        r->verified[at] = sum == r->hashes[at];
+        r->hashes[at] = job->hashes[i];
         if (!r->verified[at]) {
             td_metric_add(p->node.checksum_failures, 1);
             TD_LOG_WARN("store block dropped", "req=%s block=%u why=checksum", r->work.request_id,
                         at);
         }
     }
-    if (job->fetch.status != TD_OK) {
+}
+
+void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
+{
+    pfn_request_t *r = pfn_request_find(p, job->ticket, job->attempt);
+
+    TD_ASSERT(r != NULL); /* a request stays until its fetches have come back */
+    if (r->state == PFN_WAIT_FETCH && job->fetch.status == TD_OK && !job->hashed) {
+        td_node_fetch_verify(job); /* still under way: the verifier reads the blocks */
+        return;
+    }
+    r->fetches--;
+    if (r->state == PFN_WAIT_FETCH && job->hashed) {
+        compare(p, r, job);
+    } else if (job->fetch.status != TD_OK) {
         TD_LOG_INFO("store fetch failed", "req=%s status=%s", r->work.request_id,
                     td_status_name(job->fetch.status));
     }
+    td_node_fetch_free(job);
     if (r->state == PFN_WAIT_FETCH && r->fetches == 0) {
         take_fetched(p, r);
         begin_compute(p, r);
