@@ -93,6 +93,8 @@ typedef struct dcn_node {
     td_metric_t *running;
     td_metric_t *batch_seconds;
     td_metric_t *kv_failed;
+    td_metric_t *bytes_early;
+    td_metric_t *bytes_late;
 } dcn_node_t;
 
 /* dcn_ticket.c */

@@ -216,6 +216,20 @@ static void advance(dcn_node_t *d, dcn_ticket_t *t)
     dcn_batch_admit(d, t);
 }
 
+/* How much of the transfer was hidden behind computing. */
+static void count_early(dcn_node_t *d, const dcn_ticket_t *t)
+{
+    const td_kv_layout_t *layout = td_node_layout(&d->node);
+    uint64_t here = 0; /* layers of blocks */
+    uint64_t wanted = (uint64_t)(t->blocks - t->held_blocks) * layout->layers;
+
+    for (uint32_t i = t->held_blocks; i < t->blocks; i++) {
+        here += t->layers[i];
+    }
+    td_metric_add(d->bytes_early, here * td_kv_layer_bytes(layout));
+    td_metric_add(d->bytes_late, (wanted - here) * td_kv_layer_bytes(layout));
+}
+
 void dcn_receive_ready(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
 {
     const td_msg_kv_ready_t *m = &msg->u.kv_ready;
@@ -239,6 +253,7 @@ void dcn_receive_ready(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **aren
     t->ready = *m;
     t->ready_arena = *arena;
     *arena = NULL;
+    count_early(d, t);
     advance(d, t);
 }
 

@@ -14,7 +14,7 @@
 #define PFN_LOGIT_ROWS_MAX 64u /* rows of one batch whose logits are wanted */
 #define PFN_ACK_MS 15000u /* the decode node's fetches have deadlines of their own, well below */
 #define PFN_ANNOUNCE_BYTES                                                                         \
-    (256u * 1024u) /* layers are gathered to pieces of at least this together */
+    (256u * 1024u) /* a request's layers are gathered to announcements of at least this */
 
 typedef enum pfn_state {
     PFN_WAIT_BLOCKS, /* the pool is full; the oldest is tried again when blocks come free */
@@ -62,8 +62,9 @@ typedef struct pfn_part { /* one request's rows in a batch */
     uint32_t row_count;
     uint32_t block_begin; /* blocks that this batch completes */
     uint32_t block_end;
-    bool last;          /* holds the prompt's last position */
-    td_status_t status; /* of its tokens: one request's bad numbers end no other one */
+    uint32_t layers_announced; /* of those blocks; the loop's */
+    bool last;                 /* holds the prompt's last position */
+    td_status_t status;        /* of its tokens: one request's bad numbers end no other one */
 } pfn_part_t;
 
 typedef struct pfn_batch {
@@ -74,7 +75,6 @@ typedef struct pfn_batch {
     uint32_t layers_step;
     td_status_t status;
     uint64_t started_ns;
-    uint32_t layers_announced;        /* the loop's */
     atomic_uint_fast32_t layers_done; /* release by the pass, acquire by the loop */
 } pfn_batch_t;
 

@@ -593,6 +593,8 @@ static void test_decode_fetches_what_was_never_announced(void **state)
     announce(w, 0, 1, 2, 2);
     receive_all(w);
     kv_ready(w, &work);
+    assert_int_equal(td_metric_get(w->dcn->bytes_early), 6 * td_kv_layer_bytes(&w->info.kv));
+    assert_int_equal(td_metric_get(w->dcn->bytes_late), 2 * td_kv_layer_bytes(&w->info.kv));
     assert_int_equal(t->state, DCN_FETCHING);
     announce(w, 1, 2, 2, 2); /* too late: ignored */
     assert_int_equal(t->fetches, 1);

@@ -40,7 +40,7 @@ static void pair(td_bus_t *a, td_bus_t *b)
                      TD_OK);
 }
 
-static int setup(void **state)
+static int setup_with(void **state, uint32_t layers, uint32_t kv_heads, uint32_t head_dim)
 {
     world_t *w = calloc(1, sizeof(*w));
     pfn_node_t *p = calloc(1, sizeof(*p));
@@ -54,10 +54,10 @@ static int setup(void **state)
     assert_non_null(w);
     assert_non_null(p);
     w->pfn = p;
-    w->info =
-        (td_model_info_t){.vocab_size = 1000,
-                          .context_max = 512,
-                          .kv = {.layers = 2, .kv_heads = 1, .head_dim = 8, .block_tokens = 16}};
+    w->info = (td_model_info_t){
+        .vocab_size = 1000,
+        .context_max = 512,
+        .kv = {.layers = layers, .kv_heads = kv_heads, .head_dim = head_dim, .block_tokens = 16}};
     n->info = &w->info;
     assert_int_equal(td_metrics_create(&n->proc.metrics), TD_OK);
     pfn_metrics_declare(p);
@@ -80,13 +80,31 @@ static int setup(void **state)
     return 0;
 }
 
+static int setup(void **state)
+{
+    return setup_with(state, 2, 1, 8);
+}
+
+/* The quick start's model: 12 KiB a layer of a block. */
+static int setup_real_layout(void **state)
+{
+    return setup_with(state, 30, 3, 64);
+}
+
 static int teardown(void **state)
 {
     world_t *w = *state;
     pfn_node_t *p = w->pfn;
 
-    while (p->requests != NULL) {
-        pfn_request_end(p, p->requests, TD_ERR_CANCELLED);
+    td_worker_destroy(p->node.worker);
+    while (p->requests != NULL) { /* also those that a failed test has left computing */
+        pfn_request_t *r = p->requests;
+        r->computing = false;
+        if (r->state == PFN_DRAIN) {
+            pfn_request_settle(p, r);
+        } else {
+            pfn_request_end(p, r, TD_ERR_CANCELLED);
+        }
     }
     kvs_client_destroy(p->store);
     td_pool_destroy(p->node.pool);
@@ -359,6 +377,39 @@ static void test_prefill_failed_request_leaves_its_batch_alone(void **state)
     assert_int_equal(good->state, PFN_WAIT_ACK);
 }
 
+static void expect_layers(world_t *w, uint64_t ticket, uint32_t begin, uint32_t end)
+{
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg = expect(w, w->decode, TD_MSG_LAYERS_READY, &arena);
+    assert_int_equal(msg.u.layers.ticket, ticket);
+    assert_int_equal(msg.u.layers.layer_begin, begin);
+    assert_int_equal(msg.u.layers.layer_end, end);
+    td_msg_arena_free(arena);
+}
+
+/* An announcement stands for 256 KiB of its request, however many others share the batch. */
+static void test_prefill_gathers_layers_for_each_request(void **state)
+{
+    world_t *w = *state;
+    pfn_node_t *p = w->pfn;
+    pfn_request_t *small = start(w, work_of(1, 16));  /* 12 KiB a layer */
+    pfn_request_t *large = start(w, work_of(2, 160)); /* 120 KiB */
+
+    add_last_part(w, small);
+    add_last_part(w, large);
+    assert_int_equal(td_worker_create(&p->node.worker), TD_OK);
+    for (uint32_t done = 3; done <= 30; done += 3) {
+        atomic_store_explicit(&p->batch.layers_done, done, memory_order_release);
+        pfn_batch_progress(p);
+        if (done == 24) {
+            expect_layers(w, 1, 0, 24); /* 22 layers of one block are the first 256 KiB */
+        } else if (done == 30) {
+            expect_layers(w, 1, 24, 30); /* what is left */
+        }
+        expect_layers(w, 2, done - 3, done);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -381,6 +432,8 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_prefill_failed_request_leaves_its_batch_alone, setup,
                                         teardown),
+        cmocka_unit_test_setup_teardown(test_prefill_gathers_layers_for_each_request,
+                                        setup_real_layout, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
