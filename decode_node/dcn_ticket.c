@@ -179,6 +179,7 @@ static td_status_t reserve_blocks(dcn_node_t *d, dcn_ticket_t *t)
     }
     t->held_blocks = td_pool_match(d->node.pool, t->keys, t->full_blocks, t->seq.blocks);
     t->seq.block_count = t->held_blocks;
+    kvs_client_make_room(d->store, whole - t->held_blocks + (uint32_t)others);
     status = td_seq_reserve(&t->seq, whole - t->held_blocks);
     if (status == TD_OK && others > 0) {
         status = td_pool_reserve(d->node.pool, (uint32_t)others);

@@ -291,7 +291,8 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *n, uint64_t peer_incarnation, uint
         job->fetch.pieces = job->pieces;
         job->fetch.complete = on_fetch_complete;
         job->fetch.ctx = job;
-        job->fetch.deadline_ns = td_now_ns() + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+        job->started_ns = td_now_ns();
+        job->fetch.deadline_ns = job->started_ns + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
     }
     return job;
 }

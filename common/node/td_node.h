@@ -43,8 +43,9 @@ typedef struct td_node_fetch {
     struct td_node *node;
     uint64_t ticket;
     uint32_t attempt;
-    uint32_t first;            /* the node's own: logical index of the first block */
-    uint32_t layers;           /* layers each piece brings */
+    uint32_t first;  /* the node's own: logical index of the first block */
+    uint32_t layers; /* layers each piece brings */
+    uint64_t started_ns;
     bool hashed;               /* the verifier has been there: hashes are those of our copy */
     uint64_t *hashes;          /* [fetch.piece_count], behind the pieces */
     td_fetch_piece_t pieces[]; /* [fetch.piece_count] */
