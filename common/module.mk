@@ -10,6 +10,11 @@ ifneq ($(findstring thread,$(SAN)),)
 KERNEL_SAN := -fno-sanitize=thread
 endif
 AVX2_FLAGS += $(KERNEL_SAN)
+AVX512_FLAGS := $(AVX2_FLAGS) -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
 CFLAGS_common_model_cpu_td_cpu_portable := $(KERNEL_SAN)
 CFLAGS_common_model_cpu_td_cpu_avx2 := $(AVX2_FLAGS)
+CFLAGS_common_model_cpu_td_cpu_avx2_attention := $(AVX2_FLAGS)
 CFLAGS_common_model_cpu_td_cpu_avx2_rows := $(AVX2_FLAGS)
+CFLAGS_common_model_cpu_td_cpu_avx512 := $(AVX512_FLAGS)
+CFLAGS_common_model_cpu_td_cpu_avx512_attention := $(AVX512_FLAGS)
+CFLAGS_common_model_cpu_td_cpu_avx512_rows := $(AVX512_FLAGS)

@@ -4,6 +4,7 @@ void dcn_metrics_declare(dcn_node_t *d)
 {
     td_metrics_t *m = d->node.proc.metrics;
     const char *requests = "tandem_decode_requests_total";
+    const char *bytes = "tandem_decode_handoff_bytes_total";
 
     d->tokens = td_metrics_counter(m, "tandem_decode_tokens_total", NULL, "tokens generated");
     d->requests_ok = td_metrics_counter(m, requests, "outcome=\"ok\"", "decode legs that ended");
@@ -15,4 +16,8 @@ void dcn_metrics_declare(dcn_node_t *d)
                                             "time of a step over the running batch");
     d->kv_failed = td_metrics_counter(m, "tandem_decode_handoff_failures_total", NULL,
                                       "hand-offs whose blocks did not arrive whole");
+    d->bytes_early = td_metrics_counter(m, bytes, "when=\"early\"",
+                                        "prompts' KV that was here (early) or not (late) when "
+                                        "the prompt was ready");
+    d->bytes_late = td_metrics_counter(m, bytes, "when=\"late\"", "");
 }

@@ -48,9 +48,10 @@ typedef struct dcn_ticket {
     uint32_t full_blocks;
     uint32_t held_blocks;        /* leading ones that were here before */
     td_block_key_t *keys;        /* owned, [blocks] */
+    uint32_t *asked;             /* owned, [blocks]: layers asked for so far, from the first */
     uint32_t *layers;            /* owned, [blocks]: layers fetched so far */
-    uint64_t *hashes;            /* owned, [blocks]: content, once verified */
-    uint32_t fetches;            /* under way */
+    uint64_t *hashes;            /* owned, [blocks]: content, once every layer is here */
+    uint32_t fetches;            /* under way, or being hashed */
     td_msg_kv_ready_t ready;     /* borrows from ready_arena; valid once that is set */
     td_msg_arena_t *ready_arena; /* owned */
     bool refetched;              /* what was never announced has been asked for */
@@ -92,6 +93,8 @@ typedef struct dcn_node {
     td_metric_t *running;
     td_metric_t *batch_seconds;
     td_metric_t *kv_failed;
+    td_metric_t *bytes_early;
+    td_metric_t *bytes_late;
 } dcn_node_t;
 
 /* dcn_ticket.c */
@@ -104,6 +107,7 @@ void dcn_ticket_tick(dcn_node_t *dcn);
 /* dcn_receive.c: the hand-off's receiving side */
 void dcn_receive_layers(dcn_node_t *dcn, const td_msg_t *msg);
 void dcn_receive_ready(dcn_node_t *dcn, const td_msg_t *msg, td_msg_arena_t **arena);
+/** Takes over the job: it is freed, or goes on to the verifier. */
 void dcn_receive_fetched(dcn_node_t *dcn, td_node_fetch_t *job);
 
 /* dcn_batch.c: continuous batching */

@@ -1,5 +1,5 @@
-/* The hand-off's receiving side: fetch layers as they are announced, verify whole blocks,
- * acknowledge. */
+/* The hand-off's receiving side: fetch layers as they are announced, hash each block once it is
+ * whole, compare when the checksums come, acknowledge. */
 #include "decode_node/dcn_node.h"
 
 #include <string.h>
@@ -50,6 +50,7 @@ static td_status_t submit_range(dcn_node_t *d, dcn_ticket_t *t, uint32_t layer_b
                                .bytes = (uint32_t)((layer_end - layer_begin) * layer_bytes),
                                .dest = td_pool_bytes(d->node.pool, t->seq.blocks[first + i]) +
                                        layer_begin * layer_bytes};
+        t->asked[first + i] = layer_end;
     }
     TD_TRY(td_node_fetch_submit(job));
     t->fetches++;
@@ -65,18 +66,29 @@ static void grow_to(dcn_ticket_t *t, uint32_t blocks)
     }
 }
 
+/* No byte of a block is fetched twice: it may be hashed already, and must stay what was hashed. */
+static bool is_news(const dcn_ticket_t *t, const td_msg_layers_ready_t *m)
+{
+    for (uint32_t i = 0; i < m->count; i++) {
+        if (m->layer_begin < t->asked[m->first_block + i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
 void dcn_receive_layers(dcn_node_t *d, const td_msg_t *msg)
 {
     const td_msg_layers_ready_t *m = &msg->u.layers;
     dcn_ticket_t *t = dcn_ticket_find(d, m->ticket, m->attempt);
     td_status_t status = TD_OK;
 
-    if (t == NULL || t->state != DCN_FETCHING ||
+    if (t == NULL || t->state != DCN_FETCHING || t->ready_arena != NULL ||
         msg->sender_incarnation != t->work.peer_incarnation) {
-        return;
+        return; /* after KvReady only what that one lists is fetched */
     }
     if (m->layer_end > td_node_layout(&d->node)->layers || m->first_block < t->held_blocks ||
-        m->first_block > t->blocks || m->count > t->blocks - m->first_block) {
+        m->first_block > t->blocks || m->count > t->blocks - m->first_block || !is_news(t, m)) {
         fail(d, t, TD_ERR_PROTOCOL);
         return;
     }
@@ -120,29 +132,27 @@ static bool all_layers_here(const dcn_node_t *d, const dcn_ticket_t *t)
     return true;
 }
 
-/* Checks every fetched block against its checksum, over our own copy; right ones are kept even when
- * another one is wrong, so that a retry finds them. */
-static td_status_t verify(dcn_node_t *d, dcn_ticket_t *t)
+/* Compares every fetched block's hash, found over our own copy, with its checksum; right ones are
+ * kept even when another one is wrong, so that a retry finds them. */
+static td_status_t compare(dcn_node_t *d, dcn_ticket_t *t)
 {
     td_status_t status = TD_OK;
-    size_t block_bytes = td_pool_block_bytes(d->node.pool);
 
     TD_FAULT_POINT("decode_verify");
     for (uint32_t i = t->held_blocks; i < t->blocks; i++) {
         uint32_t at = i - t->ready.first_block;
         uint32_t idx = t->seq.blocks[i];
-        uint64_t hash = td_block_content_hash(td_pool_bytes(d->node.pool, idx), block_bytes);
+        uint64_t sum = td_block_checksum(t->hashes[i], &t->keys[i], t->ready.epochs[at]);
         if (!td_block_key_equal(&t->ready.keys[at], &t->keys[i])) {
             return TD_ERR_PROTOCOL; /* other tokens, model, secret or salt than ours */
         }
-        if (td_block_checksum(hash, &t->keys[i], t->ready.epochs[at]) != t->ready.checksums[at]) {
+        if (sum != t->ready.checksums[at]) {
             td_metric_add(d->node.checksum_failures, 1);
             status = TD_ERR_CORRUPT;
             continue;
         }
-        t->hashes[i] = hash;
         if (i < t->full_blocks &&
-            td_pool_index(d->node.pool, idx, &t->keys[i], hash) == TD_ERR_EXISTS) {
+            td_pool_index(d->node.pool, idx, &t->keys[i], t->hashes[i]) == TD_ERR_EXISTS) {
             continue; /* a concurrent request brought it too: this copy stays private */
         }
     }
@@ -183,7 +193,7 @@ static void advance(dcn_node_t *d, dcn_ticket_t *t)
     }
     if (t->fetches > 0) {
         return; /* also when KV is not needed: choices take the sequence, so nothing may write into
-                   it */
+                   it. What was fetched whole has been hashed when none is left. */
     }
     if (!needs_kv(d, t)) {
         acknowledge(d, t);
@@ -197,13 +207,27 @@ static void advance(dcn_node_t *d, dcn_ticket_t *t)
         }
         return;
     }
-    status = verify(d, t);
+    status = compare(d, t);
     if (status != TD_OK) {
         fail(d, t, status);
         return;
     }
     acknowledge(d, t);
     dcn_batch_admit(d, t);
+}
+
+/* How much of the transfer was hidden behind computing. */
+static void count_early(dcn_node_t *d, const dcn_ticket_t *t)
+{
+    const td_kv_layout_t *layout = td_node_layout(&d->node);
+    uint64_t here = 0; /* layers of blocks */
+    uint64_t wanted = (uint64_t)(t->blocks - t->held_blocks) * layout->layers;
+
+    for (uint32_t i = t->held_blocks; i < t->blocks; i++) {
+        here += t->layers[i];
+    }
+    td_metric_add(d->bytes_early, here * td_kv_layer_bytes(layout));
+    td_metric_add(d->bytes_late, (wanted - here) * td_kv_layer_bytes(layout));
 }
 
 void dcn_receive_ready(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
@@ -229,25 +253,63 @@ void dcn_receive_ready(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **aren
     t->ready = *m;
     t->ready_arena = *arena;
     *arena = NULL;
+    count_early(d, t);
     advance(d, t);
+}
+
+/* Counts the layers that a fetch has brought. Returns how many of its blocks are whole now; the
+ * other pieces are emptied, so that the verifier passes over them. */
+static uint32_t count_layers(const dcn_node_t *d, dcn_ticket_t *t, td_node_fetch_t *job)
+{
+    uint32_t whole = 0;
+
+    for (uint32_t i = 0; i < job->fetch.piece_count; i++) {
+        t->layers[job->first + i] += job->layers;
+        if (t->layers[job->first + i] == td_node_layout(&d->node)->layers) {
+            whole++;
+        } else {
+            job->pieces[i].bytes = 0;
+        }
+    }
+    return whole;
+}
+
+static void take_hashes(dcn_ticket_t *t, const td_node_fetch_t *job)
+{
+    for (uint32_t i = 0; i < job->fetch.piece_count; i++) {
+        if (job->pieces[i].bytes > 0) {
+            t->hashes[job->first + i] = job->hashes[i];
+        }
+    }
 }
 
 void dcn_receive_fetched(dcn_node_t *d, td_node_fetch_t *job)
 {
     dcn_ticket_t *t = dcn_ticket_find(d, job->ticket, job->attempt);
+    bool wanted = false;
 
     TD_ASSERT(t != NULL); /* a ticket stays until its fetches have come back */
     t->fetches--;
     if (t->state != DCN_FETCHING) {
+        td_node_fetch_free(job);
         dcn_ticket_settle(d, t);
         return;
     }
-    if (job->fetch.status != TD_OK && (t->ready_arena == NULL || needs_kv(d, t))) {
-        fail(d, t, job->fetch.status);
+    wanted = t->ready_arena == NULL || needs_kv(d, t);
+    if (wanted && job->fetch.status != TD_OK) {
+        td_status_t status = job->fetch.status;
+        td_node_fetch_free(job);
+        fail(d, t, status);
         return;
     }
-    for (uint32_t i = 0; i < job->fetch.piece_count; i++) {
-        t->layers[job->first + i] += job->layers;
+    if (wanted && !job->hashed && count_layers(d, t, job) > 0) {
+        t->fetches++;
+        td_node_fetch_verify(job);
+        return;
     }
+    if (job->hashed) {
+        take_hashes(t, job);
+    }
+    td_node_fetch_free(job);
     advance(d, t);
 }

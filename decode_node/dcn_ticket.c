@@ -77,6 +77,7 @@ static void ticket_free(dcn_node_t *d, dcn_ticket_t *t)
     release_choices(d, t);
     td_seq_fini(&t->seq);
     td_free(t->keys);
+    td_free(t->asked);
     td_free(t->layers);
     td_free(t->hashes);
     td_free(t->quarantined);
@@ -141,10 +142,12 @@ static td_status_t alloc_ticket(dcn_node_t *d, dcn_ticket_t *t)
     t->blocks = td_kv_blocks_for(layout, w->prompt_tokens);
     t->full_blocks = w->prompt_tokens / layout->block_tokens;
     t->keys = td_calloc(t->blocks, sizeof(*t->keys));
+    t->asked = td_calloc(t->blocks, sizeof(*t->asked));
     t->layers = td_calloc(t->blocks, sizeof(*t->layers));
     t->hashes = td_calloc(t->blocks, sizeof(*t->hashes));
     t->quarantined = td_calloc(t->blocks, sizeof(*t->quarantined));
-    if (t->keys == NULL || t->layers == NULL || t->hashes == NULL || t->quarantined == NULL) {
+    if (t->keys == NULL || t->asked == NULL || t->layers == NULL || t->hashes == NULL ||
+        t->quarantined == NULL) {
         return TD_ERR_NO_MEMORY;
     }
     td_node_root(&d->node, w->cache_salt.at, w->cache_salt.len, &t->root);
@@ -176,12 +179,14 @@ static td_status_t reserve_blocks(dcn_node_t *d, dcn_ticket_t *t)
     }
     t->held_blocks = td_pool_match(d->node.pool, t->keys, t->full_blocks, t->seq.blocks);
     t->seq.block_count = t->held_blocks;
+    kvs_client_make_room(d->store, whole - t->held_blocks + (uint32_t)others);
     status = td_seq_reserve(&t->seq, whole - t->held_blocks);
     if (status == TD_OK && others > 0) {
         status = td_pool_reserve(d->node.pool, (uint32_t)others);
         t->reserve_choices = status == TD_OK ? (uint32_t)others : 0;
     }
     for (uint32_t i = 0; i < t->held_blocks; i++) {
+        t->asked[i] = layout->layers;
         t->layers[i] = layout->layers;
         t->hashes[i] = td_pool_content_hash(d->node.pool, t->seq.blocks[i]);
     }

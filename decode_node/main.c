@@ -119,7 +119,6 @@ static void run(dcn_node_t *d)
         }
         while ((job = td_node_fetch_next(n)) != NULL) {
             dcn_receive_fetched(d, job);
-            td_node_fetch_free(job);
         }
         drain_messages(d);
         kvs_client_tick(d->store);

@@ -19,8 +19,8 @@ typedef struct lookup {
 } lookup_t;
 
 typedef struct put {
-    uint64_t request; /* 0 = slot free */
-    uint64_t deadline_ns;
+    uint64_t request; /* 0 = slot free; ascending with age */
+    uint64_t sent_ns;
     uint64_t master;
     uint32_t count;
     uint32_t left;        /* blocks without an answer */
@@ -34,6 +34,9 @@ struct kvs_client {
     td_pool_t *pool;           /* borrowed */
     uint64_t next_request;
     uint32_t pinned;
+    uint64_t slow_master; /* incarnation that left a lookup without an answer in time; 0 = none */
+    uint64_t probe;       /* the lookup by which it is tried whether it still is; 0 = none */
+    uint64_t probe_ns;    /* when that was sent */
     lookup_t lookups[KVS_LOOKUPS_MAX];
     put_t puts[KVS_PUTS_MAX];
 };
@@ -85,16 +88,55 @@ void kvs_client_destroy(kvs_client_t *c)
     td_free(c);
 }
 
+static td_status_t send_lookup(kvs_client_t *c, const char *master_id, const td_block_key_t *keys,
+                               uint32_t count)
+{
+    td_msg_t msg = {.type = TD_MSG_LOOKUP};
+
+    msg.u.blocks.request = ++c->next_request;
+    msg.u.blocks.count = count;
+    msg.u.blocks.keys = keys;
+    return td_bus_send(c->bus, master_id, &msg);
+}
+
+/* Asks a slow master for a key that nobody has, now and then: nobody waits for the answer. */
+static void probe(kvs_client_t *c, const td_member_peer_t *master, uint64_t now)
+{
+    static const td_block_key_t none;
+
+    if (now - c->probe_ns >= KVS_PROBE_MS * TD_NS_PER_MS &&
+        send_lookup(c, master->id, &none, 1) == TD_OK) {
+        c->probe = c->next_request;
+        c->probe_ns = now;
+    }
+}
+
+/* Once it has answered in time, lookups wait for it again. */
+static void handle_probe(kvs_client_t *c, const td_msg_t *msg)
+{
+    if (c->probe == 0 || msg->u.found.request != c->probe ||
+        msg->sender_incarnation != c->slow_master) {
+        return;
+    }
+    c->probe = 0;
+    if (td_now_ns() - c->probe_ns < KVS_LOOKUP_MS * TD_NS_PER_MS) {
+        TD_LOG_INFO("store answers in time again", "from=%s", msg->sender_id);
+        c->slow_master = 0;
+    }
+}
+
 td_status_t kvs_client_lookup(kvs_client_t *c, const td_block_key_t *keys, uint32_t count,
                               kvs_lookup_fn on_done, void *ctx, uint64_t tag)
 {
     const td_member_peer_t *master = td_member_store_master(c->member);
     lookup_t *slot = NULL;
-    td_msg_t msg = {.type = TD_MSG_LOOKUP};
 
     TD_ASSERT(count > 0);
     if (master == NULL) {
         return TD_ERR_PEER_DEAD;
+    }
+    if (master->incarnation == c->slow_master) {
+        return TD_ERR_TIMEOUT;
     }
     for (uint32_t i = 0; i < KVS_LOOKUPS_MAX && slot == NULL; i++) {
         slot = c->lookups[i].request == 0 ? &c->lookups[i] : NULL;
@@ -102,10 +144,7 @@ td_status_t kvs_client_lookup(kvs_client_t *c, const td_block_key_t *keys, uint3
     if (slot == NULL) {
         return TD_ERR_BUSY;
     }
-    msg.u.blocks.request = ++c->next_request;
-    msg.u.blocks.count = count;
-    msg.u.blocks.keys = keys;
-    TD_TRY(td_bus_send(c->bus, master->id, &msg));
+    TD_TRY(send_lookup(c, master->id, keys, count));
     *slot = (lookup_t){.request = c->next_request,
                        .deadline_ns = td_now_ns() + KVS_LOOKUP_MS * TD_NS_PER_MS,
                        .master = master->incarnation,
@@ -136,6 +175,9 @@ td_status_t kvs_client_put(kvs_client_t *c, const uint32_t *blocks, uint32_t cou
     TD_ASSERT(count > 0 && count <= KVS_PUT_BLOCKS_MAX);
     if (master == NULL) {
         return TD_ERR_PEER_DEAD;
+    }
+    if (master->incarnation == c->slow_master) {
+        return TD_ERR_TIMEOUT;
     }
     for (uint32_t i = 0; i < KVS_PUTS_MAX && slot == NULL; i++) {
         slot = c->puts[i].request == 0 ? &c->puts[i] : NULL;
@@ -172,7 +214,7 @@ td_status_t kvs_client_put(kvs_client_t *c, const uint32_t *blocks, uint32_t cou
     }
     c->pinned += count;
     *slot = (put_t){.request = c->next_request,
-                    .deadline_ns = td_now_ns() + KVS_PUT_MS * TD_NS_PER_MS,
+                    .sent_ns = td_now_ns(),
                     .master = master->incarnation,
                     .count = count,
                     .left = count,
@@ -221,6 +263,7 @@ bool kvs_client_handle(kvs_client_t *c, const td_msg_t *msg)
     if (msg->type != TD_MSG_LOOKUP_RESULT) {
         return false;
     }
+    handle_probe(c, msg);
     for (uint32_t i = 0; i < KVS_LOOKUPS_MAX; i++) {
         lookup_t *slot = &c->lookups[i];
         if (slot->request != 0 && slot->request == msg->u.found.request &&
@@ -233,25 +276,70 @@ bool kvs_client_handle(kvs_client_t *c, const td_msg_t *msg)
     return true;
 }
 
+/* One lookup that was not answered in time says it of all: nobody waits longer. */
+static void note_slow(kvs_client_t *c, uint64_t now)
+{
+    for (uint32_t i = 0; i < KVS_LOOKUPS_MAX; i++) {
+        const lookup_t *slot = &c->lookups[i];
+        if (slot->request != 0 && now >= slot->deadline_ns && slot->master != c->slow_master) {
+            TD_LOG_WARN("store does not answer in time", "limit_ms=%u", KVS_LOOKUP_MS);
+            c->slow_master = slot->master;
+            c->probe_ns = 0; /* at once */
+        }
+    }
+}
+
 void kvs_client_tick(kvs_client_t *c)
 {
     const td_member_peer_t *master = td_member_store_master(c->member);
     uint64_t alive = master != NULL ? master->incarnation : 0;
     uint64_t now = td_now_ns();
 
+    note_slow(c, now);
+    if (alive != 0 && alive == c->slow_master) {
+        probe(c, master, now);
+    }
     for (uint32_t i = 0; i < KVS_LOOKUPS_MAX; i++) {
         lookup_t *slot = &c->lookups[i];
-        if (slot->request != 0 && (now >= slot->deadline_ns || slot->master != alive)) {
+        if (slot->request != 0 && (slot->master == c->slow_master || slot->master != alive)) {
             lookup_end(slot, slot->master != alive ? TD_ERR_PEER_DEAD : TD_ERR_TIMEOUT, NULL);
         }
     }
     for (uint32_t i = 0; i < KVS_PUTS_MAX; i++) {
         put_t *put = &c->puts[i];
-        if (put->request != 0 && (now >= put->deadline_ns || put->master != alive)) {
+        if (put->request != 0 &&
+            (now - put->sent_ns >= KVS_PUT_MS * TD_NS_PER_MS || put->master != alive)) {
             TD_LOG_INFO("store offer given up", "blocks=%u master_alive=%d", put->left,
                         put->master == alive);
             put_end(c, put);
         }
+    }
+}
+
+static bool drop_slow_offer(kvs_client_t *c)
+{
+    put_t *oldest = NULL;
+
+    for (uint32_t i = 0; i < KVS_PUTS_MAX; i++) {
+        put_t *put = &c->puts[i];
+        if (put->request != 0 && (oldest == NULL || put->request < oldest->request)) {
+            oldest = put;
+        }
+    }
+    if (oldest == NULL || td_now_ns() - oldest->sent_ns < KVS_LOOKUP_MS * TD_NS_PER_MS) {
+        return false;
+    }
+    TD_LOG_INFO("store offer given up", "blocks=%u why=blocks_needed", oldest->left);
+    put_end(c, oldest);
+    return true;
+}
+
+void kvs_client_make_room(kvs_client_t *c, uint32_t blocks)
+{
+    td_pool_counts_t counts = td_pool_counts(c->pool);
+
+    while (counts.free + counts.cached < blocks && drop_slow_offer(c)) {
+        counts = td_pool_counts(c->pool);
     }
 }
 

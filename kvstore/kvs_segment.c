@@ -6,6 +6,7 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
+#include "common/node/td_verify.h"
 
 typedef struct store_order { /* one StoreOrder on its way into our blocks */
     uint64_t id;
@@ -18,8 +19,11 @@ typedef struct store_order { /* one StoreOrder on its way into our blocks */
     uint64_t *epochs;         /* owned; the writer's, then ours */
     uint64_t *checksums;      /* owned; the writer's, then ours */
     bool *dropped;            /* owned; evicted before it was here */
-    td_fetch_piece_t *pieces; /* owned */
+    td_fetch_piece_t *pieces; /* owned; of the blocks taken, in their order */
+    uint64_t *hashes;         /* owned; of the pieces' blocks, once hashed */
     td_fetch_t fetch;
+    td_verify_job_t verify;
+    bool hashed;
     kvs_segment_t *segment;
     struct store_order *next;
 } store_order_t;
@@ -28,12 +32,13 @@ struct kvs_segment {
     td_bus_t *bus;           /* borrowed */
     td_transfer_t *transfer; /* borrowed */
     td_pool_t *pool;         /* owned */
-    td_ring_t *inbox;        /* owned: completed store_order_t */
+    td_verify_t *verify;     /* owned: hashes what was fetched */
+    td_ring_t *inbox;        /* owned: store_order_t that were fetched or hashed */
     uint64_t term;           /* the newest seen: orders of an older leader are refused */
     uint64_t mount;          /* of that leader: another one knows nothing of what is stored */
     uint32_t fetching;
     uint32_t waiting_count;
-    store_order_t *active;  /* list: being fetched */
+    store_order_t *active;  /* list: being fetched or hashed */
     store_order_t *waiting; /* list, oldest first */
     td_metric_t *states[5];
     td_metric_t *corrupt;
@@ -53,6 +58,9 @@ td_status_t kvs_segment_create(td_bus_t *bus, td_transfer_t *transfer, td_metric
     s->bus = bus;
     s->transfer = transfer;
     status = td_ring_create(KVS_FETCHES_MAX + 1, &s->inbox);
+    if (status == TD_OK) {
+        status = td_verify_create(KVS_FETCHES_MAX + 1, block_bytes, &s->verify);
+    }
     if (status == TD_OK) {
         status = td_pool_create(td_transfer_memory(transfer), block_count, block_bytes, &s->pool);
     }
@@ -81,6 +89,7 @@ static void order_free(store_order_t *o)
         td_free(o->checksums);
         td_free(o->dropped);
         td_free(o->pieces);
+        td_free(o->hashes);
         td_free(o);
     }
 }
@@ -91,6 +100,7 @@ void kvs_segment_destroy(kvs_segment_t *s)
     if (s == NULL) {
         return;
     }
+    td_verify_destroy(s->verify); /* nobody reads the orders' blocks any more */
     while (s->active != NULL) {
         store_order_t *next = s->active->next;
         order_free(s->active);
@@ -118,6 +128,13 @@ static void on_fetched(td_fetch_t *fetch)
 {
     store_order_t *o = fetch->ctx;
     /* The inbox has room for every fetch that may be under way. */
+    TD_ASSERT(td_ring_push(o->segment->inbox, o) == TD_OK);
+}
+
+static void on_hashed(td_verify_job_t *verify)
+{
+    store_order_t *o = verify->ctx;
+    o->hashed = verify->status == TD_OK;
     TD_ASSERT(td_ring_push(o->segment->inbox, o) == TD_OK);
 }
 
@@ -168,20 +185,19 @@ static uint32_t order_prepare(kvs_segment_t *s, store_order_t *o)
     return pieces;
 }
 
-/* Verifies what came and makes it readable, or gives its space back at once. */
+/* Compares what came with its checksums and makes it readable, or gives its space back at once. */
 static void order_finish(kvs_segment_t *s, store_order_t *o, td_status_t fetched)
 {
-    size_t block_bytes = td_pool_block_bytes(s->pool);
+    uint32_t pieces = 0; /* of the blocks passed so far */
 
     TD_FAULT_POINT("segment_fetched");
     for (uint32_t i = 0; i < o->count; i++) {
         uint32_t idx = o->blocks[i];
-        uint64_t hash = 0;
         if (o->statuses[i] == TD_ERR_EXISTS) {
             idx = td_pool_find(s->pool, &o->keys[i]);
             o->statuses[i] = idx == TD_POOL_NONE ? TD_ERR_BUSY : TD_OK;
         } else if (o->statuses[i] == TD_OK) {
-            hash = td_block_content_hash(td_pool_bytes(s->pool, idx), block_bytes);
+            uint64_t hash = o->hashes[pieces++];
             if (fetched != TD_OK || o->dropped[i]) {
                 o->statuses[i] = fetched != TD_OK ? fetched : TD_ERR_CANCELLED;
             } else if (td_block_checksum(hash, &o->keys[i], o->epochs[i]) != o->checksums[i]) {
@@ -262,8 +278,9 @@ static store_order_t *order_new(kvs_segment_t *s, const td_msg_t *msg)
     o->checksums = td_calloc(m->count, sizeof(*o->checksums));
     o->dropped = td_calloc(m->count, sizeof(*o->dropped));
     o->pieces = td_calloc(m->count, sizeof(*o->pieces));
+    o->hashes = td_calloc(m->count, sizeof(*o->hashes));
     if (o->keys == NULL || o->statuses == NULL || o->blocks == NULL || o->epochs == NULL ||
-        o->checksums == NULL || o->dropped == NULL || o->pieces == NULL) {
+        o->checksums == NULL || o->dropped == NULL || o->pieces == NULL || o->hashes == NULL) {
         order_free(o);
         return NULL;
     }
@@ -374,6 +391,16 @@ int kvs_segment_fd(const kvs_segment_t *s)
     return td_ring_fd(s->inbox);
 }
 
+static void order_verify(kvs_segment_t *s, store_order_t *o)
+{
+    o->verify = (td_verify_job_t){.pieces = o->pieces,
+                                  .piece_count = o->fetch.piece_count,
+                                  .hashes = o->hashes,
+                                  .complete = on_hashed,
+                                  .ctx = o};
+    td_verify_submit(s->verify, &o->verify);
+}
+
 void kvs_segment_completions(kvs_segment_t *s)
 {
     void *item = NULL;
@@ -382,6 +409,10 @@ void kvs_segment_completions(kvs_segment_t *s)
     while (td_ring_pop(s->inbox, &item)) {
         store_order_t *o = item;
         store_order_t **link = &s->active;
+        if (o->fetch.status == TD_OK && !o->hashed) {
+            order_verify(s, o); /* it comes back; its blocks stay taken meanwhile */
+            continue;
+        }
         while (*link != o) {
             link = &(*link)->next;
         }

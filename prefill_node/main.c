@@ -136,7 +136,6 @@ static void run(pfn_node_t *p)
         }
         while ((job = td_node_fetch_next(n)) != NULL) {
             pfn_prefix_fetched(p, job);
-            td_node_fetch_free(job);
         }
         drain_messages(p);
         kvs_client_tick(p->store);

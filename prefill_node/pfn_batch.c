@@ -145,21 +145,32 @@ static void add_part(pfn_node_t *p, pfn_request_t *r, uint32_t *rows_left, uint3
     r->computing = true;
 }
 
-/* Layers a step such that one announcement stands for at least PFN_ANNOUNCE_BYTES. */
-static uint32_t choose_layers_step(const pfn_node_t *p)
+/* Layers of a part that are worth an announcement: at least PFN_ANNOUNCE_BYTES of blocks that the
+ * decode node doesn't have, or all layers. 0: there is nothing to announce. */
+static uint32_t layers_worth(const pfn_node_t *p, const pfn_part_t *part)
 {
     const td_kv_layout_t *layout = td_node_layout(&p->node);
-    size_t layer_bytes = 0;
+    uint32_t begin = TD_MAX(part->block_begin, part->request->work.have_blocks);
+    size_t layer_bytes =
+        begin < part->block_end ? (part->block_end - begin) * td_kv_layer_bytes(layout) : 0;
 
-    for (uint32_t i = 0; i < p->batch.part_count; i++) {
-        layer_bytes += (p->batch.parts[i].block_end - p->batch.parts[i].block_begin) *
-                       td_kv_layer_bytes(layout);
-    }
     if (layer_bytes == 0) {
         return 0;
     }
     return (uint32_t)TD_MIN((PFN_ANNOUNCE_BYTES + layer_bytes - 1) / layer_bytes,
                             (size_t)layout->layers);
+}
+
+/* How often the pass reports: as often as the part with most blocks needs it. */
+static uint32_t choose_layers_step(const pfn_node_t *p)
+{
+    uint32_t step = 0;
+
+    for (uint32_t i = 0; i < p->batch.part_count; i++) {
+        uint32_t worth = layers_worth(p, &p->batch.parts[i]);
+        step = worth == 0 ? step : step == 0 ? worth : TD_MIN(step, worth);
+    }
+    return step;
 }
 
 void pfn_batch_schedule(pfn_node_t *p)
@@ -181,7 +192,6 @@ void pfn_batch_schedule(pfn_node_t *p)
         return;
     }
     p->batch.layers_step = choose_layers_step(p);
-    p->batch.layers_announced = 0;
     p->batch.started_ns = td_now_ns();
     atomic_store_explicit(&p->batch.layers_done, 0, memory_order_relaxed);
     td_worker_submit(p->node.worker, run_batch, p);
@@ -190,18 +200,19 @@ void pfn_batch_schedule(pfn_node_t *p)
 static void announce_layers(pfn_node_t *p)
 {
     uint32_t done = (uint32_t)atomic_load_explicit(&p->batch.layers_done, memory_order_acquire);
+    bool all = done == td_node_layout(&p->node)->layers;
 
-    if (done <= p->batch.layers_announced) {
-        return;
-    }
     for (uint32_t i = 0; i < p->batch.part_count; i++) {
-        const pfn_part_t *part = &p->batch.parts[i];
-        if (part->request->state == PFN_COMPUTE) {
-            pfn_handoff_layers(p, part->request, p->batch.layers_announced, done, part->block_begin,
-                               part->block_end);
+        pfn_part_t *part = &p->batch.parts[i];
+        uint32_t count = done - part->layers_announced;
+        if (count > 0 && (all || count >= layers_worth(p, part))) {
+            if (part->request->state == PFN_COMPUTE) {
+                pfn_handoff_layers(p, part->request, part->layers_announced, done,
+                                   part->block_begin, part->block_end);
+            }
+            part->layers_announced = done;
         }
     }
-    p->batch.layers_announced = done;
 }
 
 static void offer_blocks(pfn_node_t *p, const pfn_request_t *r, uint32_t count)
@@ -266,6 +277,8 @@ void pfn_batch_progress(pfn_node_t *p)
     took_ns = td_now_ns() - p->batch.started_ns;
     td_metric_observe_ns(p->batch_seconds, took_ns);
     p->tokens_per_s = p->batch.row_count * TD_NS_PER_S / TD_MAX(took_ns, 1ull);
+    pfn_rate_add(&p->compute_rate,
+                 (double)p->batch.row_count / td_node_layout(&p->node)->block_tokens, took_ns);
     if (p->batch.status != TD_OK) {
         TD_LOG_ERROR("forward pass failed", "status=%s rows=%u", td_status_name(p->batch.status),
                      p->batch.row_count);

@@ -14,7 +14,10 @@
 #define PFN_LOGIT_ROWS_MAX 64u /* rows of one batch whose logits are wanted */
 #define PFN_ACK_MS 15000u /* the decode node's fetches have deadlines of their own, well below */
 #define PFN_ANNOUNCE_BYTES                                                                         \
-    (256u * 1024u) /* layers are gathered to pieces of at least this together */
+    (256u * 1024u) /* a request's layers are gathered to announcements of at least this */
+
+#define PFN_RATE_AGE_MS 10000u /* a rate measured longer ago says nothing any more */
+#define PFN_FETCH_MS_MIN 100u  /* a fetch from the store has at least this long */
 
 typedef enum pfn_state {
     PFN_WAIT_BLOCKS, /* the pool is full; the oldest is tried again when blocks come free */
@@ -46,7 +49,7 @@ typedef struct pfn_request {
     uint32_t done_tokens;      /* positions whose KV is in the blocks */
     uint32_t announced_blocks; /* completely announced to the decode node */
     bool computing;            /* a batch has rows of it now */
-    uint32_t fetches;          /* under way */
+    uint32_t fetches;          /* under way, or being hashed */
     uint32_t *quarantined;     /* owned, [blocks]; while PFN_DRAIN */
     uint32_t quarantined_count;
     td_sampled_t *first; /* owned, [n]: first token of each choice */
@@ -62,8 +65,9 @@ typedef struct pfn_part { /* one request's rows in a batch */
     uint32_t row_count;
     uint32_t block_begin; /* blocks that this batch completes */
     uint32_t block_end;
-    bool last;          /* holds the prompt's last position */
-    td_status_t status; /* of its tokens: one request's bad numbers end no other one */
+    uint32_t layers_announced; /* of those blocks; the loop's */
+    bool last;                 /* holds the prompt's last position */
+    td_status_t status;        /* of its tokens: one request's bad numbers end no other one */
 } pfn_part_t;
 
 typedef struct pfn_batch {
@@ -74,9 +78,15 @@ typedef struct pfn_batch {
     uint32_t layers_step;
     td_status_t status;
     uint64_t started_ns;
-    uint32_t layers_announced;        /* the loop's */
     atomic_uint_fast32_t layers_done; /* release by the pass, acquire by the loop */
 } pfn_batch_t;
+
+/** How fast something went lately: both sums lose a quarter with each new measurement. */
+typedef struct pfn_rate {
+    double amount;
+    double ns;
+    uint64_t at_ns; /* of the last measurement; 0 = none */
+} pfn_rate_t;
 
 typedef struct pfn_node {
     td_node_t node;
@@ -87,12 +97,19 @@ typedef struct pfn_node {
     pfn_batch_t batch;
     uint64_t next_serial;
     uint64_t tokens_per_s;    /* measured over batches */
+    pfn_rate_t compute_rate;  /* blocks' worth of rows */
+    pfn_rate_t fetch_rate;    /* blocks from the store, hashed */
     uint32_t *scratch_blocks; /* owned, [TD_MSG_BLOCKS_MAX] */
     uint64_t *scratch_epochs; /* owned */
     uint64_t *scratch_sums;   /* owned */
     td_metric_t *tokens_computed;
     td_metric_t *tokens_local;
     td_metric_t *tokens_store;
+    td_metric_t *lookups_hit;
+    td_metric_t *lookups_miss;
+    td_metric_t *lookups_timeout;
+    td_metric_t *lookups_skipped;
+    td_metric_t *fetches_skipped;
     td_metric_t *requests_ok;
     td_metric_t *requests_failed;
     td_metric_t *requests_cancelled;
@@ -115,7 +132,11 @@ void pfn_prefix_begin(pfn_node_t *pfn, pfn_request_t *request);
 /** After a reader found wrong bytes: cached blocks that no longer match their hash leave the index,
  * so that the next attempt computes them (I3). */
 void pfn_prefix_drop_wrong(pfn_node_t *pfn, pfn_request_t *request);
+/** Takes over the job: it is freed, or goes on to the verifier. */
 void pfn_prefix_fetched(pfn_node_t *pfn, td_node_fetch_t *job);
+
+/** Adds a measurement; what came before fades. */
+void pfn_rate_add(pfn_rate_t *rate, double amount, uint64_t ns);
 
 /* pfn_batch.c */
 /** Starts the next batch if the worker is free and there is work. */

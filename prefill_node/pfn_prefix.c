@@ -3,8 +3,54 @@
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
+
+/* --- what pays ----------------------------------------------------------------------------------
+ */
+
+void pfn_rate_add(pfn_rate_t *rate, double amount, uint64_t ns)
+{
+    rate->amount = rate->amount * 0.75 + amount;
+    rate->ns = rate->ns * 0.75 + (double)ns;
+    rate->at_ns = td_now_ns();
+}
+
+/* Time for so many blocks, or 0: not known. A rate of nothing at all: as long as it gets. */
+static double time_for(const pfn_rate_t *rate, uint32_t blocks)
+{
+    if (rate->at_ns == 0 || td_now_ns() - rate->at_ns > PFN_RATE_AGE_MS * TD_NS_PER_MS) {
+        return 0;
+    }
+    return rate->ns * blocks / TD_MAX(rate->amount, 1e-9);
+}
+
+/* Are so many blocks here sooner from the store than by computing them? By what both took lately;
+ * where that is not known, the store is tried. */
+static bool fetching_pays(const pfn_node_t *p, uint32_t blocks)
+{
+    double fetch_ns = time_for(&p->fetch_rate, blocks);
+    double compute_ns = time_for(&p->compute_rate, blocks);
+
+    return fetch_ns <= 0 || compute_ns <= 0 || fetch_ns <= compute_ns;
+}
+
+/* A fetch that takes longer than computing would have taken is given up: the store at its worst
+ * makes the first token twice as late, once. */
+static uint64_t fetch_deadline(const pfn_node_t *p, const td_node_fetch_t *job)
+{
+    double compute_ns = time_for(&p->compute_rate, job->fetch.piece_count);
+    uint64_t limit_ns = TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+
+    if (compute_ns > 0 && compute_ns < (double)limit_ns) {
+        limit_ns = TD_MAX((uint64_t)compute_ns, PFN_FETCH_MS_MIN * TD_NS_PER_MS);
+    }
+    return job->started_ns + limit_ns;
+}
+
+/* --- own cache, store, computing ----------------------------------------------------------------
+ */
 
 /* The rest of the prompt is computed; what is cached goes to the decode node at once. */
 static void begin_compute(pfn_node_t *p, pfn_request_t *r)
@@ -44,31 +90,43 @@ static void take_fetched(pfn_node_t *p, pfn_request_t *r)
                     (r->local_blocks + r->store_blocks) * td_node_layout(&p->node)->block_tokens);
 }
 
-void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
+/* hashes[] held the announced checksums, which are bound to the key and the source's epoch. */
+static void compare(pfn_node_t *p, pfn_request_t *r, const td_node_fetch_t *job)
 {
-    pfn_request_t *r = pfn_request_find(p, job->ticket, job->attempt);
-    const td_fetch_piece_t *pieces = job->pieces;
-    size_t block_bytes = td_pool_block_bytes(p->node.pool);
-
-    TD_ASSERT(r != NULL); /* a request stays until its fetches have come back */
-    r->fetches--;
-    for (uint32_t i = 0; job->fetch.status == TD_OK && i < job->fetch.piece_count; i++) {
-        /* hashes[] held the announced checksum, which is bound to the key and the source's epoch.
-         */
+    for (uint32_t i = 0; i < job->fetch.piece_count; i++) {
         uint32_t at = job->first + i;
-        uint64_t hash = td_block_content_hash(pieces[i].dest, block_bytes);
-        r->verified[at] = td_block_checksum(hash, &r->keys[at], pieces[i].epoch) == r->hashes[at];
-        r->hashes[at] = hash;
+        uint64_t sum = td_block_checksum(job->hashes[i], &r->keys[at], job->pieces[i].epoch);
+        r->verified[at] = sum == r->hashes[at];
+        r->hashes[at] = job->hashes[i];
         if (!r->verified[at]) {
             td_metric_add(p->node.checksum_failures, 1);
             TD_LOG_WARN("store block dropped", "req=%s block=%u why=checksum", r->work.request_id,
                         at);
         }
     }
-    if (job->fetch.status != TD_OK) {
+}
+
+void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
+{
+    pfn_request_t *r = pfn_request_find(p, job->ticket, job->attempt);
+
+    TD_ASSERT(r != NULL); /* a request stays until its fetches have come back */
+    if (r->state == PFN_WAIT_FETCH && job->fetch.status == TD_OK && !job->hashed) {
+        td_node_fetch_verify(job); /* still under way: the verifier reads the blocks */
+        return;
+    }
+    r->fetches--;
+    if (job->hashed || job->fetch.status == TD_ERR_TIMEOUT) {
+        pfn_rate_add(&p->fetch_rate, job->hashed ? job->fetch.piece_count : 0,
+                     td_now_ns() - job->started_ns);
+    }
+    if (r->state == PFN_WAIT_FETCH && job->hashed) {
+        compare(p, r, job);
+    } else if (job->fetch.status != TD_OK) {
         TD_LOG_INFO("store fetch failed", "req=%s status=%s", r->work.request_id,
                     td_status_name(job->fetch.status));
     }
+    td_node_fetch_free(job);
     if (r->state == PFN_WAIT_FETCH && r->fetches == 0) {
         take_fetched(p, r);
         begin_compute(p, r);
@@ -98,6 +156,7 @@ static uint32_t fetch_runs(pfn_node_t *p, pfn_request_t *r, const td_msg_lookup_
         job->ticket = r->ticket;
         job->attempt = r->attempt;
         job->first = r->local_blocks + at;
+        job->fetch.deadline_ns = fetch_deadline(p, job);
         for (uint32_t i = at; i < end; i++) {
             uint32_t idx = td_seq_grow_raw(&r->seq);
             r->hashes[r->local_blocks + i] = found->checksums[i];
@@ -123,12 +182,20 @@ static void lookup_done(void *ctx, uint64_t tag, td_status_t status,
     pfn_node_t *p = ctx;
     pfn_request_t *r = p->requests;
 
-    (void)status; /* a miss, a late answer and a dead master all mean: compute */
+    /* A miss, a late answer and a dead master all mean: compute. */
+    td_metric_add(status == TD_OK            ? p->lookups_hit
+                  : status == TD_ERR_TIMEOUT ? p->lookups_timeout
+                                             : p->lookups_miss,
+                  1);
     while (r != NULL && r->serial != tag) {
         r = r->next;
     }
     if (r == NULL || r->state != PFN_WAIT_LOOKUP) {
         return;
+    }
+    if (found != NULL && !fetching_pays(p, found->count)) {
+        td_metric_add(p->fetches_skipped, 1);
+        found = NULL;
     }
     if (found != NULL && fetch_runs(p, r, found) > 0) {
         r->state = PFN_WAIT_FETCH;
@@ -138,12 +205,30 @@ static void lookup_done(void *ctx, uint64_t tag, td_status_t status,
     begin_compute(p, r);
 }
 
+/* Asks the store for the rest of the prefix. False: the request goes on without it. */
+static bool ask_store(pfn_node_t *p, pfn_request_t *r)
+{
+    uint32_t from = r->local_blocks;
+    td_status_t status = TD_OK;
+
+    if (from >= r->match_max) {
+        return false;
+    }
+    status =
+        kvs_client_lookup(p->store, r->keys + from, r->match_max - from, lookup_done, p, r->serial);
+    if (status == TD_ERR_TIMEOUT) {
+        td_metric_add(p->lookups_skipped, 1);
+    }
+    return status == TD_OK;
+}
+
 void pfn_prefix_begin(pfn_node_t *p, pfn_request_t *r)
 {
     td_pool_t *pool = p->node.pool;
     uint32_t matched = td_pool_match(pool, r->keys, r->match_max, r->seq.blocks);
 
     r->seq.block_count = matched;
+    kvs_client_make_room(p->store, r->blocks - matched);
     if (td_seq_reserve(&r->seq, r->blocks - matched) != TD_OK) {
         while (r->seq.block_count > 0) {
             td_pool_unref(pool, r->seq.blocks[--r->seq.block_count]);
@@ -155,9 +240,7 @@ void pfn_prefix_begin(pfn_node_t *p, pfn_request_t *r)
         r->hashes[i] = td_pool_content_hash(pool, r->seq.blocks[i]);
     }
     r->local_blocks = matched;
-    if (matched < r->match_max &&
-        kvs_client_lookup(p->store, r->keys + matched, r->match_max - matched, lookup_done, p,
-                          r->serial) == TD_OK) {
+    if (ask_store(p, r)) {
         r->state = PFN_WAIT_LOOKUP;
         TD_FAULT_POINT("prefill_lookup");
         return;

@@ -4,6 +4,9 @@
 #include "common/base/td_log.h"
 #include "common/model/td_model_internal.h"
 
+/* Attention is split into spans when a thread would have fewer items than this. */
+#define SPLIT_BELOW 8u
+
 /* One thread's view of a pass. Work on rows is dealt out by rows, products by pairs of panels,
  * attention by (segment, KV head); each number is computed by one thread from its first to its
  * last term, so how work is dealt out cannot change it. */
@@ -25,11 +28,21 @@ static uint32_t share(uint32_t count, uint32_t part, uint32_t parts)
     return (uint32_t)((uint64_t)count * part / parts);
 }
 
-/* Makes rows [begin, end) of src ready as the input of these matrices. */
-static void quantise_rows(const td_model_t *m, const float *src, uint32_t dim, uint32_t begin,
-                          uint32_t end, const td_cpu_matrix_t *const *users, size_t user_count)
+/* What a product reads: some rows, and of them some elements, as the input of these matrices. */
+typedef struct act_range {
+    uint32_t dim; /* of a row */
+    uint32_t row_begin;
+    uint32_t row_end;
+    uint32_t begin; /* elements, multiples of TD_CPU_GROUP where something is quantised */
+    uint32_t end;
+} act_range_t;
+
+static void quantise_range(const td_model_t *m, const td_cpu_acts_t *acts, const float *src,
+                           const act_range_t *r, const td_cpu_matrix_t *const *users,
+                           size_t user_count)
 {
-    const size_t groups = dim / TD_CPU_GROUP;
+    const size_t groups = r->dim / TD_CPU_GROUP;
+    const uint32_t count = r->end - r->begin;
     bool int8 = false;
     bool int16 = false;
 
@@ -37,28 +50,46 @@ static void quantise_rows(const td_model_t *m, const float *src, uint32_t dim, u
         int8 = int8 || users[i]->form == TD_CPU_NIBBLE_A8;
         int16 = int16 || users[i]->form == TD_CPU_NIBBLE_A16 || users[i]->form == TD_CPU_BYTE_A16;
     }
-    for (size_t row = begin; row < end; row++) {
+    for (size_t row = r->row_begin; row < r->row_end; row++) {
+        const size_t at = row * r->dim + r->begin;
+        const size_t group = row * groups + r->begin / TD_CPU_GROUP;
         if (int8) {
-            m->ops->quantise8(src + row * dim, dim, m->acts.q8 + row * dim,
-                              m->acts.scale8 + row * groups, m->acts.sum8 + row * groups);
+            m->ops->quantise8(src + at, count, acts->q8 + at, acts->scale8 + group,
+                              acts->sum8 + group);
         }
         if (int16) {
-            m->ops->quantise16(src + row * dim, dim, m->limit16, m->acts.q16 + row * dim,
-                               m->acts.scale16 + row * groups, m->acts.sum16 + row * groups);
+            m->ops->quantise16(src + at, count, m->limit16, acts->q16 + at, acts->scale16 + group,
+                               acts->sum16 + group);
         }
     }
 }
 
-/* This thread's outputs of y = matrix * src, for all rows. */
-static void product(const worker_t *w, const td_cpu_matrix_t *matrix, float *src, uint32_t rows,
-                    float *y)
+static void quantise_rows(const td_model_t *m, const float *src, uint32_t dim, uint32_t begin,
+                          uint32_t end, const td_cpu_matrix_t *const *users, size_t user_count)
 {
-    td_cpu_acts_t acts = w->m->acts;
-    uint32_t pairs = matrix->panels / 2;
+    const act_range_t range = {.dim = dim, .row_begin = begin, .row_end = end, .end = dim};
+    quantise_range(m, &m->acts, src, &range, users, user_count);
+}
+
+/* Outputs [begin, end), in pairs of panels, of y = matrix * src, for all rows. */
+static void product_pairs(const worker_t *w, const td_cpu_matrix_t *matrix,
+                          const td_cpu_acts_t *quantised, float *src, uint32_t rows, float *y,
+                          uint32_t begin, uint32_t end)
+{
+    td_cpu_acts_t acts = *quantised;
 
     acts.f32 = src;
-    w->m->ops->product(matrix, &acts, rows, y, share(pairs, w->thread, w->threads) * 2,
-                       share(pairs, w->thread + 1, w->threads) * 2, w->m->scratch[w->thread]);
+    w->m->ops->product(matrix, &acts, rows, y, begin * 2, end * 2, w->m->scratch[w->thread]);
+}
+
+/* This thread's outputs. */
+static void product(const worker_t *w, const td_cpu_matrix_t *matrix,
+                    const td_cpu_acts_t *quantised, float *src, uint32_t rows, float *y)
+{
+    uint32_t pairs = matrix->panels / 2;
+
+    product_pairs(w, matrix, quantised, src, rows, y, share(pairs, w->thread, w->threads),
+                  share(pairs, w->thread + 1, w->threads));
 }
 
 static void embed_rows(const worker_t *w)
@@ -87,64 +118,109 @@ static void add_rows(const worker_t *w)
     }
 }
 
-/* Turns q and k of a row to its position and writes k and v into its block. */
-static void place_row(td_model_t *m, size_t row, uint32_t layer)
+/* Turns a row's query heads of one KV head and its k to their position, and writes k and v into the
+ * row's block. */
+static void place_head(td_model_t *m, size_t row, uint32_t layer, uint32_t kv_head)
 {
     const td_kv_layout_t *kv = &m->info.kv;
     const td_model_row_t *r = &m->pass.rows[row];
+    const uint32_t group = m->info.heads / kv->kv_heads;
     const float *table = m->rope + (size_t)r->position * m->rope_dim;
-    float *q = m->q + row * m->q_dim;
-    float *k = m->k + row * m->kv_dim;
-    const float *v = m->v + row * m->kv_dim;
+    float *q = m->q + row * m->q_dim + (size_t)kv_head * group * kv->head_dim;
+    float *k = m->k + row * m->kv_dim + (size_t)kv_head * kv->head_dim;
+    const float *v = m->v + row * m->kv_dim + (size_t)kv_head * kv->head_dim;
     const uint32_t token = r->position % kv->block_tokens;
     uint8_t *block =
         m->pass.pool + (size_t)r->blocks[r->position / kv->block_tokens] * td_kv_block_bytes(kv);
 
-    for (uint32_t h = 0; h < m->info.heads; h++) {
-        m->ops->rotate(q + h * kv->head_dim, table, m->rope_dim);
+    for (uint32_t h = 0; h < group; h++) {
+        m->ops->rotate(q + (size_t)h * kv->head_dim, table, m->rope_dim);
     }
-    for (uint32_t h = 0; h < kv->kv_heads; h++) {
-        m->ops->rotate(k + h * kv->head_dim, table, m->rope_dim);
-        m->ops->to_f16(k + h * kv->head_dim, block + td_kv_offset(kv, layer, false, h, token),
-                       kv->head_dim);
-        m->ops->to_f16(v + h * kv->head_dim, block + td_kv_offset(kv, layer, true, h, token),
-                       kv->head_dim);
+    m->ops->rotate(k, table, m->rope_dim);
+    m->ops->to_f16(k, block + td_kv_offset(kv, layer, false, kv_head, token), kv->head_dim);
+    m->ops->to_f16(v, block + td_kv_offset(kv, layer, true, kv_head, token), kv->head_dim);
+}
+
+/* A segment's rows see each other's keys only through its blocks, so where no other segment shares
+ * them the same thread can write and read them. The same goes for quantising what it has gathered.
+ */
+static void attend_item(const worker_t *w, uint32_t layer, const td_model_item_t *item,
+                        uint32_t kv_head)
+{
+    td_model_t *m = w->m;
+    const td_kv_layout_t *kv = &m->info.kv;
+    const uint32_t group = m->info.heads / kv->kv_heads;
+    const td_model_segment_t *segment = &m->segments[item->segment];
+    const td_model_row_t *first = &m->pass.rows[segment->row];
+    const size_t at = (size_t)segment->row * m->q_dim + (size_t)kv_head * group * kv->head_dim;
+    const size_t part_stride = td_cpu_part_stride(kv->head_dim);
+    td_cpu_attention_t job = {
+        .pool = m->pass.pool,
+        .kv = kv,
+        .blocks = first->blocks,
+        .layer = layer,
+        .kv_head = kv_head,
+        .position = first->position,
+        .rows = segment->rows,
+        .group = group,
+        .scale = m->attn_scale,
+        .q = m->q + at,
+        .out = m->attn + at,
+        .q_stride = m->q_dim,
+        .begin = item->begin,
+        .end = item->end,
+    };
+
+    if (m->pass.split) {
+        size_t part = segment->part + item->begin / TD_CPU_SPAN_TOKENS;
+        job.parts = m->parts + (part * m->info.heads + (size_t)kv_head * group) * part_stride;
+        job.part_row_stride = segment->spans * m->info.heads * part_stride;
+    }
+    for (uint32_t row = segment->row; m->pass.alone && row < segment->row + segment->rows; row++) {
+        place_head(m, row, layer, kv_head);
+    }
+    m->ops->attention(&job, m->scratch[w->thread]);
+    if (!m->pass.split && m->heads_are_groups) {
+        const td_cpu_matrix_t *const o[] = {&m->layers[layer].o};
+        const act_range_t range = {.dim = m->q_dim,
+                                   .row_begin = segment->row,
+                                   .row_end = segment->row + segment->rows,
+                                   .begin = kv_head * group * kv->head_dim,
+                                   .end = (kv_head + 1) * group * kv->head_dim};
+        quantise_range(m, &m->acts, m->attn, &range, o, 1);
     }
 }
 
 static void attend(const worker_t *w, uint32_t layer)
 {
     td_model_t *m = w->m;
-    const td_kv_layout_t *kv = &m->info.kv;
-    const uint32_t group = m->info.heads / kv->kv_heads;
-    const uint32_t items = m->pass.segment_count * kv->kv_heads;
+    const uint32_t kv_heads = m->info.kv.kv_heads;
+    const uint32_t count = m->pass.item_count * kv_heads;
 
     for (;;) {
         uint32_t taken =
             atomic_fetch_add_explicit(&m->next_item[layer % 2], 1, memory_order_relaxed);
-        if (taken >= items) {
+        if (taken >= count) {
             return;
         }
-        uint32_t item = items - 1 - taken; /* a chunk's last rows see most: longest first */
-        const td_model_segment_t *segment = &m->segments[item / kv->kv_heads];
-        const td_model_row_t *first = &m->pass.rows[segment->row];
-        uint32_t kv_head = item % kv->kv_heads;
-        size_t at = (size_t)segment->row * m->q_dim + (size_t)kv_head * group * kv->head_dim;
-        td_cpu_attention_t job = {
-            .pool = m->pass.pool,
-            .kv = kv,
-            .blocks = first->blocks,
-            .layer = layer,
-            .kv_head = kv_head,
-            .position = first->position,
-            .rows = segment->rows,
-            .group = group,
-            .scale = m->attn_scale,
-            .q = m->q + at,
-            .out = m->attn + at,
-            .q_stride = m->q_dim,
-        };
-        m->ops->attention(&job, m->scratch[w->thread]);
+        const uint32_t idx = count - 1 - taken; /* a chunk's last rows see most: longest first */
+        attend_item(w, layer, &m->items[idx / kv_heads], idx % kv_heads);
+    }
+}
+
+/* After a split pass: the heads of a row from the parts of its spans. */
+static void merge_row(td_model_t *m, size_t row)
+{
+    const td_model_segment_t *segment = &m->segments[m->segment_of[row]];
+    const uint32_t head_dim = m->info.kv.head_dim;
+    const size_t head_stride = td_cpu_part_stride(head_dim);
+    const size_t span_stride = m->info.heads * head_stride;
+    const size_t part = segment->part + (row - segment->row) * segment->spans;
+    const uint32_t spans = m->pass.rows[row].position / TD_CPU_SPAN_TOKENS + 1;
+
+    for (uint32_t h = 0; h < m->info.heads; h++) {
+        m->ops->merge(m->parts + part * span_stride + h * head_stride, span_stride, spans, head_dim,
+                      m->attn + row * m->q_dim + (size_t)h * head_dim);
     }
 }
 
@@ -160,61 +236,99 @@ static void report_layer(const td_model_t *m, uint32_t layer)
     }
 }
 
+/* From the products q, k, v to quantised attention outputs of all rows; ends behind a barrier. */
+static void attention_rows(const worker_t *w, uint32_t layer)
+{
+    td_model_t *m = w->m;
+    const td_cpu_matrix_t *const o[] = {&m->layers[layer].o};
+
+    if (w->thread == 0) {
+        atomic_store_explicit(&m->next_item[(layer + 1) % 2], 0, memory_order_relaxed);
+    }
+    if (!m->pass.alone) {
+        for (size_t row = w->row_begin; row < w->row_end; row++) {
+            for (uint32_t h = 0; h < m->info.kv.kv_heads; h++) {
+                place_head(m, row, layer, h);
+            }
+        }
+        sync_threads(w);
+        if (w->thread == 0) {
+            report_layer(m, layer);
+        }
+    }
+    attend(w, layer);
+    sync_threads(w);
+    if (m->pass.alone && w->thread == 0) {
+        report_layer(m, layer);
+    }
+    if (m->pass.split || !m->heads_are_groups) {
+        for (size_t row = w->row_begin; m->pass.split && row < w->row_end; row++) {
+            merge_row(m, row);
+        }
+        quantise_rows(m, m->attn, m->q_dim, w->row_begin, w->row_end, o, 1);
+        sync_threads(w);
+    }
+}
+
 static void attention_block(const worker_t *w, uint32_t layer)
 {
     td_model_t *m = w->m;
     td_model_layer_t *l = &m->layers[layer];
     const uint32_t rows = m->pass.row_count;
     const td_cpu_matrix_t *const qkv[] = {&l->q, &l->k, &l->v};
-    const td_cpu_matrix_t *const o[] = {&l->o};
 
     norm_rows(w, l->attn_norm);
     quantise_rows(m, m->normed, m->info.embed_dim, w->row_begin, w->row_end, qkv, 3);
     sync_threads(w);
-    product(w, &l->q, m->normed, rows, m->q);
-    product(w, &l->k, m->normed, rows, m->k);
-    product(w, &l->v, m->normed, rows, m->v);
+    product(w, &l->q, &m->acts, m->normed, rows, m->q);
+    product(w, &l->k, &m->acts, m->normed, rows, m->k);
+    product(w, &l->v, &m->acts, m->normed, rows, m->v);
     sync_threads(w);
-    for (size_t row = w->row_begin; row < w->row_end; row++) {
-        place_row(m, row, layer);
-    }
-    if (w->thread == 0) {
-        atomic_store_explicit(&m->next_item[(layer + 1) % 2], 0, memory_order_relaxed);
-    }
-    sync_threads(w);
-    if (w->thread == 0) {
-        report_layer(m, layer);
-    }
-    attend(w, layer);
-    sync_threads(w);
-    quantise_rows(m, m->attn, m->q_dim, w->row_begin, w->row_end, o, 1);
-    sync_threads(w);
-    product(w, &l->o, m->attn, rows, m->y);
+    attention_rows(w, layer);
+    product(w, &l->o, &m->acts, m->attn, rows, m->y);
     sync_threads(w);
     add_rows(w);
+}
+
+/* gate, up, SwiGLU and the quantised input of down, for this thread's share of the feed-forward
+ * elements of all rows: whole groups, so nobody else needs to wait. */
+static void gate_up(const worker_t *w, td_model_layer_t *l)
+{
+    td_model_t *m = w->m;
+    const uint32_t ff = m->info.ff_dim;
+    const uint32_t rows = m->pass.row_count;
+    const uint32_t pairs = l->gate.panels / 2;
+    const uint32_t group_pairs = TD_CPU_GROUP / (2 * TD_CPU_PANEL);
+    const uint32_t shares = (pairs + group_pairs - 1) / group_pairs;
+    const uint32_t begin = share(shares, w->thread, w->threads) * group_pairs;
+    const uint32_t end = TD_MIN(share(shares, w->thread + 1, w->threads) * group_pairs, pairs);
+    const td_cpu_matrix_t *const down[] = {&l->down};
+    const act_range_t range = {.dim = ff,
+                               .row_end = rows,
+                               .begin = TD_MIN(begin * 2 * TD_CPU_PANEL, ff),
+                               .end = TD_MIN(end * 2 * TD_CPU_PANEL, ff)};
+
+    product_pairs(w, &l->gate, &m->acts, m->normed, rows, m->gate, begin, end);
+    product_pairs(w, &l->up, &m->acts, m->normed, rows, m->up, begin, end);
+    for (size_t row = 0; row < rows; row++) {
+        m->ops->swiglu(m->gate + row * ff + range.begin, m->up + row * ff + range.begin,
+                       range.end - range.begin);
+    }
+    quantise_range(m, &m->acts_ff, m->gate, &range, down, 1);
 }
 
 static void feed_forward_block(const worker_t *w, uint32_t layer)
 {
     td_model_t *m = w->m;
     td_model_layer_t *l = &m->layers[layer];
-    const uint32_t rows = m->pass.row_count;
-    const uint32_t ff = m->info.ff_dim;
-    const td_cpu_matrix_t *const gate_up[] = {&l->gate, &l->up};
-    const td_cpu_matrix_t *const down[] = {&l->down};
+    const td_cpu_matrix_t *const users[] = {&l->gate, &l->up};
 
     norm_rows(w, l->ffn_norm);
-    quantise_rows(m, m->normed, m->info.embed_dim, w->row_begin, w->row_end, gate_up, 2);
+    quantise_rows(m, m->normed, m->info.embed_dim, w->row_begin, w->row_end, users, 2);
     sync_threads(w);
-    product(w, &l->gate, m->normed, rows, m->gate);
-    product(w, &l->up, m->normed, rows, m->up);
+    gate_up(w, l);
     sync_threads(w);
-    for (size_t row = w->row_begin; row < w->row_end; row++) {
-        m->ops->swiglu(m->gate + row * ff, m->up + row * ff, ff);
-    }
-    quantise_rows(m, m->gate, ff, w->row_begin, w->row_end, down, 1);
-    sync_threads(w);
-    product(w, &l->down, m->gate, rows, m->y);
+    product(w, &l->down, &m->acts_ff, m->gate, m->pass.row_count, m->y);
     sync_threads(w);
     add_rows(w);
 }
@@ -235,7 +349,7 @@ static void output_head(const worker_t *w)
     }
     quantise_rows(m, m->normed, dim, begin, end, head, 1);
     sync_threads(w);
-    product(w, m->head, m->normed, count, m->logits);
+    product(w, m->head, &m->acts, m->normed, count, m->logits);
 }
 
 static void forward_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count)
@@ -292,24 +406,66 @@ static td_status_t check_rows(const td_model_t *m, const td_model_row_t *rows, u
 }
 
 /* Cuts rows into runs of consecutive positions of a sequence. Where a run is cut changes speed
- * only: a row's attention depends on absolute tiles. */
-static void plan_pass(td_model_t *m)
+ * only: a row's attention depends on absolute tiles and spans. */
+static void plan_segments(td_model_t *m)
 {
     td_model_pass_t *p = &m->pass;
     td_model_segment_t *segment = NULL;
 
     p->segment_count = 0;
-    p->logit_count = 0;
+    p->alone = true;
     for (uint32_t i = 0; i < p->row_count; i++) {
         const td_model_row_t *r = &p->rows[i];
-        if (segment != NULL && segment->rows < TD_CPU_TILE_ROWS &&
-            r->blocks == p->rows[i - 1].blocks && r->position == p->rows[i - 1].position + 1) {
-            segment->rows++;
-        } else {
+        if (segment == NULL || segment->rows == TD_CPU_TILE_ROWS ||
+            r->blocks != p->rows[i - 1].blocks || r->position != p->rows[i - 1].position + 1) {
+            p->alone = p->alone && (i == 0 || r->blocks != p->rows[i - 1].blocks);
             segment = &m->segments[p->segment_count++];
-            *segment = (td_model_segment_t){.row = i, .rows = 1};
+            *segment = (td_model_segment_t){.row = i};
         }
-        if (r->want_logits) {
+        segment->rows++;
+        segment->spans = r->position / TD_CPU_SPAN_TOKENS + 1;
+        m->segment_of[i] = p->segment_count - 1;
+    }
+}
+
+/* Few segments with long contexts are split into their spans, so that every thread has work. */
+static void plan_items(td_model_t *m)
+{
+    td_model_pass_t *p = &m->pass;
+    uint32_t parts = 0;
+    bool single = true; /* no segment has more than one span */
+
+    for (uint32_t i = 0; i < p->segment_count; i++) {
+        td_model_segment_t *segment = &m->segments[i];
+        single = single && segment->spans == 1;
+        segment->part = parts;
+        parts = (uint32_t)TD_MIN((uint64_t)parts + (uint64_t)segment->rows * segment->spans,
+                                 (uint64_t)TD_MODEL_PARTS_MAX + 1);
+    }
+    p->split = !single && parts <= TD_MODEL_PARTS_MAX &&
+               p->segment_count * m->info.kv.kv_heads < SPLIT_BELOW * m->options.threads;
+    p->alone = p->alone && !p->split;
+    p->item_count = 0;
+    for (uint32_t i = 0; i < p->segment_count; i++) {
+        for (uint32_t s = 0; s < (p->split ? m->segments[i].spans : 1); s++) {
+            m->items[p->item_count++] = (td_model_item_t){
+                .segment = i,
+                .begin = s * TD_CPU_SPAN_TOKENS,
+                .end = p->split ? (s + 1) * TD_CPU_SPAN_TOKENS : UINT32_MAX,
+            };
+        }
+    }
+}
+
+static void plan_pass(td_model_t *m)
+{
+    td_model_pass_t *p = &m->pass;
+
+    plan_segments(m);
+    plan_items(m);
+    p->logit_count = 0;
+    for (uint32_t i = 0; i < p->row_count; i++) {
+        if (p->rows[i].want_logits) {
             m->logit_rows[p->logit_count++] = i;
         }
     }

@@ -26,17 +26,18 @@ typedef enum td_precision {
 typedef enum td_isa {
     TD_ISA_AUTO = 0, /* the best the CPU has */
     TD_ISA_PORTABLE, /* C with fmaf() */
-    TD_ISA_AVX2      /* AVX2 + FMA + F16C */
+    TD_ISA_AVX2,     /* AVX2 + FMA + F16C */
+    TD_ISA_AVX512    /* AVX-512 F, BW, DQ, VL and VNNI */
 } td_isa_t;
 
 typedef struct td_model_options {
     td_precision_t precision;
     td_isa_t isa;
-    uint32_t threads;       /* 1..TD_THREADS_MAX */
-    uint32_t rows_max;      /* rows of the largest pass, 1..TD_MODEL_ROWS_MAX */
+    uint32_t threads;        /* 1..TD_THREADS_MAX */
+    uint32_t rows_max;       /* rows of the largest pass, 1..TD_MODEL_ROWS_MAX */
     uint32_t logit_rows_max; /* rows that may want logits in one pass, <= rows_max */
-    uint32_t context_max;   /* 0 = the model's own context length */
-    uint32_t block_tokens;  /* tokens of a KV block */
+    uint32_t context_max;    /* 0 = the model's own context length */
+    uint32_t block_tokens;   /* tokens of a KV block */
 } td_model_options_t;
 
 typedef struct td_model_info {
@@ -47,15 +48,15 @@ typedef struct td_model_info {
     uint32_t heads;
     td_kv_layout_t kv;
     uint8_t fingerprint[32]; /* of the model file */
-    char numerics_class[64]; /* what may change bits, e.g. "cpu/mixed/r1" (I1) */
+    char numerics_class[64]; /* what may change bits, e.g. "cpu/mixed/r2" (I1) */
     char name[64];           /* general.name, printable */
 } td_model_info_t;
 
 /** One token of one sequence. Rows of a sequence stand together in ascending position. */
 typedef struct td_model_row {
     uint32_t token;
-    uint32_t position;        /* absolute */
-    const uint32_t *blocks;   /* borrowed: block table, entry i holds positions [i*block_tokens, ...) */
+    uint32_t position;      /* absolute */
+    const uint32_t *blocks; /* borrowed: block i holds positions [i * block_tokens, ...) */
     bool want_logits;
 } td_model_row_t;
 
@@ -72,17 +73,19 @@ const td_model_info_t *td_model_info(const td_model_t *model);
 /** "fast", "mixed" or "exact". Errors: TD_ERR_INVALID. */
 TD_MUST_CHECK td_status_t td_precision_parse(const char *text, td_precision_t *out);
 
-/** Called by the pass's own thread after layers [layer_begin, layer_end) of every row are written to
- * the blocks. Must be short: the pass waits. */
+/** "auto", "portable", "avx2" or "avx512". Errors: TD_ERR_INVALID. */
+TD_MUST_CHECK td_status_t td_isa_parse(const char *text, td_isa_t *out);
+
+/** Called by the pass's own thread after layers [layer_begin, layer_end) of every row are written
+ * to the blocks. Must be short: the pass waits. */
 typedef void (*td_model_layers_fn)(void *ctx, uint32_t layer_begin, uint32_t layer_end);
 
 /** Runs one pass: reads earlier positions' KV through the block tables, writes each row's own.
  * Shape:  pool_bytes [block][layer][k,v][kv_head][token][head_dim] f16, blocks td_kv_block_bytes()
- *         apart. logits_out [rows that want logits, in row order][vocab_size] f32, lent by the model
- *         until the next pass.
- * Units:  layers_step in layers: on_layers is called about every so many; 0 = once, at the end.
- * Errors: TD_ERR_INVALID (a token, position or count out of range; nothing was written).
- * Cost:   O(rows * weights + rows * context). */
+ *         apart. logits_out [rows that want logits, in row order][vocab_size] f32, lent by the
+ * model until the next pass. Units:  layers_step in layers: on_layers is called about every so
+ * many; 0 = once, at the end. Errors: TD_ERR_INVALID (a token, position or count out of range;
+ * nothing was written). Cost:   O(rows * weights + rows * context). */
 TD_MUST_CHECK td_status_t td_model_forward(td_model_t *model, uint8_t *pool_bytes,
                                            const td_model_row_t *rows, uint32_t row_count,
                                            uint32_t layers_step, td_model_layers_fn on_layers,

@@ -20,11 +20,22 @@ typedef struct td_model_layer {
     float *ffn_norm;      /* owned; [embed_dim] */
 } td_model_layer_t;
 
+#define TD_MODEL_PARTS_MAX 256u /* spans of rows that one pass can keep apart */
+
 /** Consecutive positions of one sequence, at most TD_CPU_TILE_ROWS rows. */
 typedef struct td_model_segment {
     uint32_t row;
     uint32_t rows;
+    uint32_t spans; /* of the last row */
+    uint32_t part;  /* in a split pass: of its first row's first span; a row has `spans` of them */
 } td_model_segment_t;
+
+/** A piece of attention work, for each KV head: a segment, or one of its spans. */
+typedef struct td_model_item {
+    uint32_t segment;
+    uint32_t begin; /* positions */
+    uint32_t end;
+} td_model_item_t;
 
 /** One pass; written by td_model_forward() before the workers start. */
 typedef struct td_model_pass {
@@ -32,6 +43,9 @@ typedef struct td_model_pass {
     const td_model_row_t *rows; /* borrowed */
     uint32_t row_count;
     uint32_t segment_count;
+    uint32_t item_count;
+    bool split; /* items are spans, whose parts are merged afterwards */
+    bool alone; /* no sequence has two segments, and none is split: items write their own KV */
     uint32_t logit_count;
     uint32_t layers_step;
     td_model_layers_fn on_layers;
@@ -70,8 +84,13 @@ struct td_model {
     float *up;                    /* [row][ff_dim] */
     float *logits;                /* [logit row][vocab_size] */
     td_cpu_acts_t acts;           /* quantised forms; [row][widest input], f32 unused */
+    td_cpu_acts_t acts_ff;        /* of down's input, written while others read acts */
+    bool heads_are_groups;        /* a KV head's share of attn is whole groups */
     td_cpu_scratch_t **scratch;   /* owned; [threads] */
     td_model_segment_t *segments; /* [row] */
+    uint32_t *segment_of;         /* [row] */
+    td_model_item_t *items;       /* [row + TD_MODEL_PARTS_MAX] */
+    float *parts;                 /* [TD_MODEL_PARTS_MAX][head][td_cpu_part_stride()] */
     uint32_t *logit_rows;         /* [logit row]: its row */
     td_model_pass_t pass;
     /* Next attention item; layers take turns so that one can be reset while nobody reads it.

@@ -1,6 +1,3 @@
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -10,7 +7,7 @@
 #include "common/base/td_log.h"
 #include "common/model/td_model_internal.h"
 
-#define KERNEL_REVISION "r1" /* raised whenever a change of arithmetic changes bits */
+#define KERNEL_REVISION "r2" /* raised whenever a change of arithmetic changes bits */
 #define TENSOR_NAME_BYTES 64
 #define PROGRESS_NS (2 * TD_NS_PER_S)
 #define EMBED_DIM_MAX (1u << 20)
@@ -20,16 +17,37 @@
 #define HEADS_MAX 4096u
 
 static const char *const precision_names[] = {"fast", "mixed", "exact"};
+static const char *const isa_names[] = {TD_CPU_OPS_BEST, "portable", "avx2", "avx512"};
+
+static bool find_name(const char *const *names, size_t count, const char *text, size_t *out)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (strcmp(text, names[i]) == 0) {
+            *out = i;
+            return true;
+        }
+    }
+    return false;
+}
 
 td_status_t td_precision_parse(const char *text, td_precision_t *out)
 {
-    for (size_t i = 0; i < TD_ARRAY_LEN(precision_names); i++) {
-        if (strcmp(text, precision_names[i]) == 0) {
-            *out = (td_precision_t)i;
-            return TD_OK;
-        }
+    size_t i = 0;
+    if (!find_name(precision_names, TD_ARRAY_LEN(precision_names), text, &i)) {
+        return TD_ERR_INVALID;
     }
-    return TD_ERR_INVALID;
+    *out = (td_precision_t)i;
+    return TD_OK;
+}
+
+td_status_t td_isa_parse(const char *text, td_isa_t *out)
+{
+    size_t i = 0;
+    if (!find_name(isa_names, TD_ARRAY_LEN(isa_names), text, &i)) {
+        return TD_ERR_INVALID;
+    }
+    *out = (td_isa_t)i;
+    return TD_OK;
 }
 
 /* --- metadata ------------------------------------------------------------------------------- */
@@ -381,25 +399,26 @@ static td_status_t take(uint32_t rows, size_t width, size_t elem_bytes, void *ou
     return TD_OK;
 }
 
-static td_status_t take_scratch(const td_model_t *m, td_cpu_scratch_t **out)
+static td_status_t take_acts(uint32_t rows, size_t widest, td_cpu_acts_t *out)
 {
-    const size_t head_dim = m->info.kv.head_dim;
-    const size_t queries = (size_t)TD_CPU_TILE_ROWS * (m->info.heads / m->info.kv.kv_heads);
-    const size_t tile_floats = TD_CPU_TILE_TOKENS * head_dim;
-    const size_t floats = 2 * tile_floats + 2 * queries * head_dim + 2 * queries;
-    td_cpu_scratch_t *s = NULL;
-    float *tail = NULL;
+    const size_t groups = (widest + TD_CPU_GROUP - 1) / TD_CPU_GROUP;
 
-    TD_TRY(take(1, sizeof(*s) + floats * sizeof(float), 1, &s));
-    tail = (float *)(void *)(s + 1);
-    s->keys = tail;
-    s->values = s->keys + tile_floats;
-    s->queries = s->values + tile_floats;
-    s->outputs = s->queries + queries * head_dim;
-    s->maxima = s->outputs + queries * head_dim;
-    s->sums = s->maxima + queries;
-    *out = s;
-    return TD_OK;
+    TD_TRY(take(rows, widest, sizeof(int8_t), &out->q8));
+    TD_TRY(take(rows, widest, sizeof(int16_t), &out->q16));
+    TD_TRY(take(rows, groups, sizeof(float), &out->scale8));
+    TD_TRY(take(rows, groups, sizeof(float), &out->sum8));
+    TD_TRY(take(rows, groups, sizeof(float), &out->scale16));
+    return take(rows, groups, sizeof(float), &out->sum16);
+}
+
+static void acts_fini(td_cpu_acts_t *acts)
+{
+    td_free(acts->q8);
+    td_free(acts->q16);
+    td_free(acts->scale8);
+    td_free(acts->sum8);
+    td_free(acts->scale16);
+    td_free(acts->sum16);
 }
 
 static td_status_t take_buffers(td_model_t *m)
@@ -407,7 +426,6 @@ static td_status_t take_buffers(td_model_t *m)
     const td_model_info_t *info = &m->info;
     const uint32_t rows = m->options.rows_max;
     const size_t widest = TD_MAX(TD_MAX(info->embed_dim, info->ff_dim), m->q_dim);
-    const size_t groups = (widest + TD_CPU_GROUP - 1) / TD_CPU_GROUP;
     const size_t f = sizeof(float);
 
     TD_TRY(take(rows, info->embed_dim, f, &m->x));
@@ -419,58 +437,39 @@ static td_status_t take_buffers(td_model_t *m)
     TD_TRY(take(rows, m->q_dim, f, &m->attn));
     TD_TRY(take(rows, info->ff_dim, f, &m->gate));
     TD_TRY(take(rows, info->ff_dim, f, &m->up));
-    TD_TRY(take(rows, widest, sizeof(int8_t), &m->acts.q8));
-    TD_TRY(take(rows, widest, sizeof(int16_t), &m->acts.q16));
-    TD_TRY(take(rows, groups, f, &m->acts.scale8));
-    TD_TRY(take(rows, groups, f, &m->acts.sum8));
-    TD_TRY(take(rows, groups, f, &m->acts.scale16));
-    TD_TRY(take(rows, groups, f, &m->acts.sum16));
+    TD_TRY(take_acts(rows, widest, &m->acts));
+    TD_TRY(take_acts(rows, info->ff_dim, &m->acts_ff));
     TD_TRY(take(rows, 1, sizeof(*m->segments), &m->segments));
+    TD_TRY(take(rows, 1, sizeof(*m->segment_of), &m->segment_of));
+    TD_TRY(take(rows + TD_MODEL_PARTS_MAX, 1, sizeof(*m->items), &m->items));
+    TD_TRY(take(TD_MODEL_PARTS_MAX, info->heads * td_cpu_part_stride(info->kv.head_dim), f,
+                &m->parts));
     TD_TRY(take(m->options.logit_rows_max, 1, sizeof(*m->logit_rows), &m->logit_rows));
     TD_TRY(take(m->options.logit_rows_max, info->vocab_size, f, &m->logits));
     TD_TRY(take(m->options.threads, 1, sizeof(td_cpu_scratch_t *), &m->scratch));
     for (uint32_t t = 0; t < m->options.threads; t++) {
-        TD_TRY(take_scratch(m, &m->scratch[t]));
+        TD_TRY(td_cpu_scratch_create(info->kv.head_dim, info->heads / info->kv.kv_heads,
+                                     &m->scratch[t]));
     }
     return TD_OK;
 }
 
 /* --- load and destroy ----------------------------------------------------------------------- */
 
-#if defined(__x86_64__)
-/* clang 14 does not know "f16c" by name, so it is asked of the CPU (leaf 1, ecx bit 29). */
-static bool cpu_has_f16c(void)
-{
-    unsigned eax = 0;
-    unsigned ebx = 0;
-    unsigned ecx = 0;
-    unsigned edx = 0;
-    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & (1u << 29)) != 0;
-}
-#endif
-
 static td_status_t choose_isa(td_isa_t isa, const td_cpu_ops_t **out)
 {
-    bool avx2 = false;
-#if defined(__x86_64__)
-    avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c();
-#endif
-    if (isa == TD_ISA_AVX2 && !avx2) {
-        TD_LOG_ERROR("instruction set not available", "isa=avx2");
+    const td_cpu_ops_t *ops = td_cpu_ops_find(isa_names[isa]);
+    if (ops == NULL) {
+        TD_LOG_ERROR("instruction set not available", "isa=%s", isa_names[isa]);
         return TD_ERR_INVALID;
     }
-    *out = &td_cpu_portable_ops;
-#if defined(__x86_64__)
-    if (isa != TD_ISA_PORTABLE && avx2) {
-        *out = &td_cpu_avx2_ops;
-    }
-#endif
+    *out = ops;
     return TD_OK;
 }
 
 static td_status_t check_options(const td_model_options_t *o)
 {
-    if ((unsigned)o->precision > TD_PRECISION_EXACT || (unsigned)o->isa > TD_ISA_AVX2 ||
+    if ((unsigned)o->precision > TD_PRECISION_EXACT || (unsigned)o->isa > TD_ISA_AVX512 ||
         o->threads == 0 || o->threads > TD_THREADS_MAX || o->rows_max == 0 ||
         o->rows_max > TD_MODEL_ROWS_MAX || o->logit_rows_max > o->rows_max) {
         TD_LOG_ERROR("model options out of range",
@@ -511,6 +510,8 @@ static td_status_t load_all(td_model_t *m, const td_gguf_t *gguf)
     TD_TRY(load_layers(m, gguf));
     TD_TRY(make_rope(m, gguf));
     TD_TRY(take_buffers(m));
+    m->heads_are_groups =
+        m->info.heads / m->info.kv.kv_heads * m->info.kv.head_dim % TD_CPU_GROUP == 0;
     TD_TRY(td_threads_create(m->options.threads, &m->threads));
     m->limit16 = m->options.precision == TD_PRECISION_FAST ? TD_CPU_INT8_MAX : TD_CPU_INT16_MAX;
     read_name(gguf, m->info.name);
@@ -576,30 +577,15 @@ void td_model_destroy(td_model_t *m)
     for (uint32_t t = 0; m->scratch != NULL && t < m->options.threads; t++) {
         td_free(m->scratch[t]);
     }
-    void *const owned[] = {m->output_norm,
-                           m->rope,
-                           m->x,
-                           m->normed,
-                           m->y,
-                           m->q,
-                           m->k,
-                           m->v,
-                           m->attn,
-                           m->gate,
-                           m->up,
-                           m->logits,
-                           m->acts.q8,
-                           m->acts.q16,
-                           m->acts.scale8,
-                           m->acts.sum8,
-                           m->acts.scale16,
-                           m->acts.sum16,
-                           m->scratch,
-                           m->segments,
-                           m->logit_rows};
+    void *const owned[] = {m->output_norm, m->rope,   m->x,         m->normed,   m->y,
+                           m->q,           m->k,      m->v,         m->attn,     m->gate,
+                           m->up,          m->logits, m->scratch,   m->segments, m->segment_of,
+                           m->items,       m->parts,  m->logit_rows};
     for (size_t i = 0; i < TD_ARRAY_LEN(owned); i++) {
         td_free(owned[i]);
     }
+    acts_fini(&m->acts);
+    acts_fini(&m->acts_ff);
     td_free(m);
 }
 

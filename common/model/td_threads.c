@@ -9,17 +9,30 @@
 #include <unistd.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 
-/* About 50-100 us: longer than the gap between two steps of a pass, short enough that a machine
- * with more runnable threads than cores gives the core away. */
-#define THREADS_SPINS 3000u
+/* How long a waiter spins before it sleeps. At most longer than the gap between two steps of a pass
+ * and than a sleeper takes to wake up, else one that slept would send the others to sleep in turn.
+ * At least next to nothing: when the one that is waited for has no core, because this spinning
+ * takes it or another process does, spinning only makes it later. In time, not in pauses: one is 40
+ * cycles on one CPU and 140 on another. */
+#define THREADS_SPIN_NS_MAX 100000u
+#define THREADS_SPIN_NS_MIN 1000u
+#define THREADS_PROBE_WAITS 64u /* one in so many spins as long as may be */
+#define THREADS_PAUSES 16u      /* between two looks at the clock */
 
 /* A number that only grows (modulo 2^32) and that threads can wait on. */
 typedef struct gate {
     _Alignas(TD_CACHE_LINE_BYTES) atomic_uint value;
     _Alignas(TD_CACHE_LINE_BYTES) atomic_uint sleepers;
 } gate_t;
+
+/* What a thread has learned from its waits. */
+typedef struct patience {
+    _Alignas(TD_CACHE_LINE_BYTES) uint64_t spin_ns; /* its own thread's */
+    uint32_t waits;
+} patience_t;
 
 typedef struct worker {
     td_threads_t *threads; /* borrowed: the pool outlives its workers */
@@ -37,6 +50,7 @@ struct td_threads {
     td_threads_fn fn;  /* as stop */
     void *ctx;         /* as stop */
     worker_t *workers; /* owned; [count - 1] */
+    patience_t patience[TD_THREADS_MAX];
 };
 
 static void cpu_relax(void)
@@ -48,16 +62,42 @@ static void cpu_relax(void)
 #endif
 }
 
-/* Returns when the value has left `seen`. The acquire pairs with the release half of
+/* True when the value has left `seen` in time. The acquire pairs with the release half of
  * gate_step(): what the stepping thread wrote before is visible after. */
-static void gate_wait(gate_t *gate, uint32_t seen)
+static bool gate_spin(gate_t *gate, uint32_t seen, uint64_t spin_ns)
 {
-    for (uint32_t i = 0; i < THREADS_SPINS; i++) {
+    uint64_t begin_ns = 0;
+
+    for (uint32_t i = 1;; i++) {
         if (atomic_load_explicit(&gate->value, memory_order_acquire) != seen) {
-            return;
+            return true;
         }
         cpu_relax();
+        if (i % THREADS_PAUSES == 0) {
+            uint64_t now_ns = td_now_ns();
+            if (begin_ns == 0) {
+                begin_ns = now_ns;
+            } else if (now_ns - begin_ns >= spin_ns) {
+                return false;
+            }
+        }
     }
+}
+
+/* Returns when the value has left `seen`; ordered as gate_spin(). Whoever spun in vain spins half
+ * as long next time, who didn't twice as long. Now and then one spins as long as may be: were all
+ * others running, it would see them come, and then trusts them again. Else waits a little longer
+ * than the shortest spin would be slept through for ever, also on a machine that is quiet again. */
+static void gate_wait(gate_t *gate, uint32_t seen, patience_t *patience)
+{
+    bool probe = ++patience->waits % THREADS_PROBE_WAITS == 0;
+
+    if (gate_spin(gate, seen, probe ? THREADS_SPIN_NS_MAX : patience->spin_ns)) {
+        patience->spin_ns =
+            probe ? THREADS_SPIN_NS_MAX : TD_MIN(patience->spin_ns * 2, THREADS_SPIN_NS_MAX);
+        return;
+    }
+    patience->spin_ns = TD_MAX(patience->spin_ns / 2, THREADS_SPIN_NS_MIN);
     /* Sequentially consistent with gate_step(): either the stepper sees this sleeper, or the
      * sleeper sees the new value (here or in the kernel's comparison). */
     (void)atomic_fetch_add(&gate->sleepers, 1);
@@ -92,7 +132,7 @@ void td_threads_barrier(td_threads_t *threads, uint32_t thread_idx)
         gate_step(&threads->barrier);
         return;
     }
-    gate_wait(&threads->barrier, seen);
+    gate_wait(&threads->barrier, seen, &threads->patience[thread_idx]);
 }
 
 static void *worker_main(void *arg)
@@ -101,7 +141,7 @@ static void *worker_main(void *arg)
     td_threads_t *threads = self->threads;
 
     for (uint32_t seen = 0;; seen++) {
-        gate_wait(&threads->start, seen);
+        gate_wait(&threads->start, seen, &threads->patience[self->idx]);
         if (threads->stop) {
             return NULL;
         }
@@ -157,6 +197,9 @@ td_status_t td_threads_create(uint32_t count, td_threads_t **out)
         goto err;
     }
     *threads = (td_threads_t){.count = count};
+    for (uint32_t i = 0; i < count; i++) {
+        threads->patience[i].spin_ns = THREADS_SPIN_NS_MAX;
+    }
     threads->workers = td_calloc(count, sizeof(*threads->workers));
     if (threads->workers == NULL) {
         goto err_destroy;

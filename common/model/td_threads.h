@@ -1,7 +1,7 @@
 /* td_threads.h - a pool that runs one function on every thread and waits for all.
- * Waiters spin briefly, then sleep on a futex, so an idle node uses no CPU and a loaded machine is
- * not spun away. The calling thread is thread 0.
- * Threads: owner (one caller at a time). */
+ * Waiters spin briefly, then sleep on a futex, so an idle node uses no CPU. Where spinning does not
+ * pay, since more threads are runnable than there are cores, they soon spin hardly at all. The
+ * calling thread is thread 0. Threads: owner (one caller at a time). */
 #pragma once
 
 #include <stdint.h>

@@ -71,7 +71,8 @@ static td_status_t open_pool(td_node_t *n, const td_node_setup_t *setup)
     TD_TRY(
         td_pool_create(td_transfer_memory(n->transfer), (uint32_t)blocks, block_bytes, &n->pool));
     td_transfer_set_pool(n->transfer, n->pool);
-    return td_ring_create(TD_NODE_FETCHES_MAX, &n->fetched);
+    TD_TRY(td_ring_create(TD_NODE_FETCHES_MAX, &n->fetched));
+    return td_verify_create(TD_NODE_FETCHES_MAX, block_bytes, &n->verify);
 }
 
 static void declare_metrics(td_node_t *n, const td_node_setup_t *setup)
@@ -199,6 +200,8 @@ void td_node_stop(td_node_t *n)
     n->worker = NULL;
     td_transfer_destroy(n->transfer); /* completes every fetch into the ring */
     n->transfer = NULL;
+    td_verify_destroy(n->verify); /* as well */
+    n->verify = NULL;
     while (n->fetched != NULL && (job = td_node_fetch_next(n)) != NULL) {
         td_node_fetch_free(job);
     }
@@ -260,6 +263,17 @@ static void on_fetch_complete(td_fetch_t *fetch)
     TD_ASSERT(td_ring_push(job->node->fetched, job) == TD_OK);
 }
 
+static void on_verify_complete(td_verify_job_t *verify)
+{
+    td_node_fetch_t *job = verify->ctx;
+    if (verify->status == TD_OK) {
+        job->hashed = true;
+    } else {
+        job->fetch.status = verify->status;
+    }
+    TD_ASSERT(td_ring_push(job->node->fetched, job) == TD_OK);
+}
+
 td_node_fetch_t *td_node_fetch_new(td_node_t *n, uint64_t peer_incarnation, uint32_t piece_count)
 {
     td_node_fetch_t *job = NULL;
@@ -267,15 +281,18 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *n, uint64_t peer_incarnation, uint
     if (n->fetches >= TD_NODE_FETCHES_MAX || piece_count > TD_TRANSFER_PIECES_MAX) {
         return NULL;
     }
-    job = td_calloc(1, sizeof(*job) + piece_count * sizeof(job->pieces[0]));
+    job = td_calloc(1,
+                    sizeof(*job) + piece_count * (sizeof(job->pieces[0]) + sizeof(job->hashes[0])));
     if (job != NULL) {
         job->node = n;
+        job->hashes = (uint64_t *)(job->pieces + piece_count);
         job->fetch.peer = peer_incarnation;
         job->fetch.piece_count = piece_count;
         job->fetch.pieces = job->pieces;
         job->fetch.complete = on_fetch_complete;
         job->fetch.ctx = job;
-        job->fetch.deadline_ns = td_now_ns() + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+        job->started_ns = td_now_ns();
+        job->fetch.deadline_ns = job->started_ns + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
     }
     return job;
 }
@@ -299,6 +316,17 @@ td_node_fetch_t *td_node_fetch_next(td_node_t *n)
     }
     n->fetches--;
     return item;
+}
+
+void td_node_fetch_verify(td_node_fetch_t *job)
+{
+    job->verify = (td_verify_job_t){.pieces = job->pieces,
+                                    .piece_count = job->fetch.piece_count,
+                                    .hashes = job->hashes,
+                                    .complete = on_verify_complete,
+                                    .ctx = job};
+    job->node->fetches++;
+    td_verify_submit(job->node->verify, &job->verify);
 }
 
 void td_node_fetch_free(td_node_fetch_t *job)

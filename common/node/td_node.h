@@ -13,6 +13,7 @@
 #include "common/model/td_model.h"
 #include "common/model/td_sampler.h"
 #include "common/model/td_tokenizer.h"
+#include "common/node/td_verify.h"
 #include "common/transfer/td_transfer.h"
 #include "common/wire/td_member.h"
 #include "common/wire/td_proc.h"
@@ -35,14 +36,18 @@
     }
 #define TD_NODE_THREADS_MAX 256
 
-/** Blocks on their way from a peer into our pool. */
+/** Blocks on their way from a peer into our pool, and then through the verifier. */
 typedef struct td_node_fetch {
     td_fetch_t fetch;
+    td_verify_job_t verify;
     struct td_node *node;
     uint64_t ticket;
     uint32_t attempt;
-    uint32_t first;            /* the node's own: logical index of the first block */
-    uint32_t layers;           /* layers each piece brings */
+    uint32_t first;  /* the node's own: logical index of the first block */
+    uint32_t layers; /* layers each piece brings */
+    uint64_t started_ns;
+    bool hashed;               /* the verifier has been there: hashes are those of our copy */
+    uint64_t *hashes;          /* [fetch.piece_count], behind the pieces */
     td_fetch_piece_t pieces[]; /* [fetch.piece_count] */
 } td_node_fetch_t;
 
@@ -56,8 +61,9 @@ typedef struct td_node {
     td_pool_t *pool;
     td_member_t *member;
     td_worker_t *worker; /* runs the forward passes */
-    td_ring_t *fetched;  /* completed td_node_fetch_t */
-    uint32_t fetches;    /* under way */
+    td_verify_t *verify; /* hashes what was fetched */
+    td_ring_t *fetched;  /* td_node_fetch_t that were fetched or hashed */
+    uint32_t fetches;    /* under way: with the transfer, the verifier, or in fetched */
     uint32_t stop_ids[TD_NODE_STOP_IDS_MAX];
     uint32_t stop_count;
     td_metric_t *kv_states[5];
@@ -101,8 +107,13 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *node, uint64_t peer_incarnation,
                                    uint32_t piece_count);
 /** Submits it; it comes back over node->fetched. Errors: TD_ERR_BUSY: the job has been freed. */
 TD_MUST_CHECK td_status_t td_node_fetch_submit(td_node_fetch_t *job);
-/** Takes the next completed job; the caller frees it with td_node_fetch_free(). NULL: none. */
+/** Takes the next completed job; the caller frees it with td_node_fetch_free(), or sends it on with
+ * td_node_fetch_verify(). NULL: none. */
 td_node_fetch_t *td_node_fetch_next(td_node_t *node);
+/** Sends a job that was just taken on to the verifier (before any other fetch is submitted): the
+ * whole block of each piece that has any bytes is hashed. It comes back over node->fetched, hashed;
+ * until then its blocks are read. */
+void td_node_fetch_verify(td_node_fetch_t *job);
 void td_node_fetch_free(td_node_fetch_t *job);
 
 /** Sampling parameters of a message, for one choice. */

@@ -51,13 +51,8 @@ bool bench_parse_u32(const char *option, const char *text, uint32_t min, uint32_
 
 bool bench_parse_isa(const char *text, td_isa_t *out)
 {
-    /* In the order of td_isa_t; one that this build does not have is refused by the model. */
-    static const char *const names[] = {"auto", "portable", "avx2", "avx512"};
-    for (size_t i = 0; i < TD_ARRAY_LEN(names); i++) {
-        if (strcmp(text, names[i]) == 0) {
-            *out = (td_isa_t)i;
-            return true;
-        }
+    if (td_isa_parse(text, out) == TD_OK) {
+        return true;
     }
     (void)bench_usage_error("--isa wants " BENCH_ISA_NAMES ", not \"%s\"", text);
     return false;

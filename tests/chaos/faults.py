@@ -18,10 +18,10 @@ HELD = ("reserved", "active", "quarantined")
 
 PREFILL_STEPS = ("prefill_start", "prefill_lookup", "prefill_layers", "prefill_chunk",
                  "prefill_before_ready", "prefill_ready", "store_put_start")
-DECODE_STEPS = ("decode_reserve", "decode_fetch", "transfer_piece", "decode_verify",
-                "decode_before_ack", "decode_ack", "decode_token:6", "decode_step:6")
-STORE_STEPS = ("store_lookup", "segment_fetching", "transfer_piece", "segment_fetched",
-               "store_put_end")
+DECODE_STEPS = ("decode_reserve", "decode_fetch", "transfer_piece", "verify_block",
+                "decode_verify", "decode_before_ack", "decode_ack", "decode_token:6", "decode_step:6")
+STORE_STEPS = ("store_lookup", "segment_fetching", "transfer_piece", "verify_block",
+               "segment_fetched", "store_put_end")
 ACTIONS = ("kill", "stop")
 CARRIERS = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
 

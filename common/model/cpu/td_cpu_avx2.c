@@ -465,23 +465,23 @@ ALWAYS_INLINE void float_big(const product_job_t *job, const td_cpu_scratch_t *s
 
 /* --- drivers: cut rows into tiles whose size is a constant ----------------------------------- */
 
-/* Calls CALL(row, tile) for rows [begin, end) in tiles of 4, 2 and 1. */
+/* Calls CALL(row, tile) for rows [begin, end) in tiles of 4, and the rest as one. */
 #define SMALL_TILES(begin, end, CALL)                                                              \
     do {                                                                                           \
         uint32_t row_ = (begin);                                                                   \
         for (; row_ + 4 <= (end); row_ += 4) {                                                     \
             CALL(row_, 4);                                                                         \
         }                                                                                          \
-        if (row_ + 2 <= (end)) {                                                                   \
+        if (row_ + 3 == (end)) {                                                                   \
+            CALL(row_, 3);                                                                         \
+        } else if (row_ + 2 == (end)) {                                                            \
             CALL(row_, 2);                                                                         \
-            row_ += 2;                                                                             \
-        }                                                                                          \
-        if (row_ < (end)) {                                                                        \
+        } else if (row_ + 1 == (end)) {                                                            \
             CALL(row_, 1);                                                                         \
         }                                                                                          \
     } while (0)
 
-/* The same in tiles of TILE, 2 and 1. */
+/* The same in tiles of TILE, then 2 and 1. */
 #define BIG_TILES(begin, end, TILE, CALL)                                                          \
     do {                                                                                           \
         uint32_t row_ = (begin);                                                                   \

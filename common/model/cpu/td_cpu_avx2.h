@@ -6,13 +6,32 @@
 
 #include "common/model/cpu/td_cpu_ops.h"
 
+#define AVX2_LANES 8u
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNROLL_TEXT(x) _Pragma(#x)
 #define UNROLL(n) UNROLL_TEXT(GCC unroll n)
 
-/** As td_cpu_ops_t.product. */
+/** As in td_cpu_ops_t; longer vectors use those that would not gain. */
 void td_cpu_avx2_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows, float *y,
                          uint32_t panel_begin, uint32_t panel_end, td_cpu_scratch_t *scratch);
+void td_cpu_avx2_rms_norm(const float *x, const float *weight, uint32_t dim, float eps, float *out);
+void td_cpu_avx2_quantise8(const float *x, uint32_t dim, int8_t *q, float *scale, float *sum);
+void td_cpu_avx2_quantise16(const float *x, uint32_t dim, int limit, int16_t *q, float *scale,
+                            float *sum);
+void td_cpu_avx2_add(float *x, const float *y, uint32_t n);
+void td_cpu_avx2_rotate(float *head, const float *table, uint32_t n);
+void td_cpu_avx2_to_f16(const float *src, uint8_t *dst, uint32_t n);
+void td_cpu_avx2_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
+void td_cpu_avx2_merge(float *parts, size_t part_stride, uint32_t count, uint32_t head_dim,
+                       float *out);
+/** As in td_cpu_span_ops_t. Shape: scratch->queries [query][head_dim]. */
+void td_cpu_avx2_begin_queries(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
+void td_cpu_avx2_merge_part(float *total, const float *part, uint32_t head_dim);
+void td_cpu_avx2_finish(const float *elements, float sum, uint32_t head_dim, float *out);
+/** Gathers and converts `tokens` keys or values from absolute position `tile` on.
+ * Shape: out [tokens][head_dim]. */
+void td_cpu_avx2_load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
+                           float *out);
 
 ALWAYS_INLINE __m256i load_i(const void *ptr)
 {
@@ -43,4 +62,49 @@ ALWAYS_INLINE __m256i lane_mask(uint32_t count)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int32_t)count),
                               _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+/** In ascending order of lanes. */
+ALWAYS_INLINE float avx2_sum(__m256 v)
+{
+    float lanes[AVX2_LANES];
+    float sum = 0;
+
+    _mm256_storeu_ps(lanes, v);
+    for (uint32_t i = 0; i < AVX2_LANES; i++) {
+        sum += lanes[i];
+    }
+    return sum;
+}
+
+ALWAYS_INLINE float avx2_max(__m256 v)
+{
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    m = _mm_max_ss(m, _mm_movehdup_ps(m));
+    return _mm_cvtss_f32(m);
+}
+
+/** exp(x) as td_cpu_ops.h fixes it. */
+ALWAYS_INLINE __m256 avx2_exp(__m256 x)
+{
+    __m256 power;
+    __m256 whole;
+    __m256 rest;
+    __m256 poly = _mm256_set1_ps(TD_CPU_EXP_C6);
+    __m256i exponent;
+
+    x = _mm256_max_ps(x, _mm256_set1_ps(TD_CPU_EXP_MIN));
+    x = _mm256_min_ps(x, _mm256_set1_ps(TD_CPU_EXP_MAX));
+    power = _mm256_mul_ps(x, _mm256_set1_ps(TD_CPU_LOG2_E));
+    whole = _mm256_round_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    rest = _mm256_sub_ps(power, whole);
+    poly = _mm256_fmadd_ps(poly, rest, _mm256_set1_ps(TD_CPU_EXP_C5));
+    poly = _mm256_fmadd_ps(poly, rest, _mm256_set1_ps(TD_CPU_EXP_C4));
+    poly = _mm256_fmadd_ps(poly, rest, _mm256_set1_ps(TD_CPU_EXP_C3));
+    poly = _mm256_fmadd_ps(poly, rest, _mm256_set1_ps(TD_CPU_EXP_C2));
+    poly = _mm256_fmadd_ps(poly, rest, _mm256_set1_ps(TD_CPU_EXP_C1));
+    poly = _mm256_fmadd_ps(poly, rest, _mm256_set1_ps(1.0f));
+    exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    return _mm256_mul_ps(poly, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }

@@ -20,8 +20,10 @@
     160                       /* a group of a panel: 128 nibble bytes, 8 f16 scales, 8 f16 minima */
 #define TD_CPU_BYTE_BYTES 272 /* a group of a panel: 256 weight bytes, 8 f16 scales */
 #define TD_CPU_TILE_TOKENS 32u   /* an attention tile; starts at multiples of itself */
+#define TD_CPU_SPAN_TOKENS 512u  /* a softmax of its own; starts at multiples of itself */
 #define TD_CPU_TILE_ROWS 16u     /* rows of one sequence that share a tile */
-#define TD_CPU_GROUPS_CHUNK 48u  /* groups unpacked at once: 30 KB, two panels in L1 */
+#define TD_CPU_LANES_MAX 16u     /* of the longest vector */
+#define TD_CPU_GROUPS_CHUNK 24u  /* groups unpacked at once: two panels in L1 */
 #define TD_CPU_FLOATS_CHUNK 512u /* k of float panels converted at once: 32 KB */
 #define TD_CPU_BIG_ROWS 16u      /* from here on unpacking panels first pays */
 #define TD_CPU_INT8_MAX 127
@@ -67,13 +69,25 @@ typedef struct td_cpu_scratch {
     _Alignas(64) float panels32[TD_CPU_FLOATS_CHUNK * 16];
     _Alignas(64) float scales[TD_CPU_GROUPS_CHUNK * 16];
     _Alignas(64) float minima[TD_CPU_GROUPS_CHUNK * 16];
-    float *keys;    /* [TD_CPU_TILE_TOKENS][head_dim]; these six lie behind the struct */
+    /* What follows lies behind the struct. A lane is a query of a tile: TD_CPU_TILE_ROWS * group,
+     * rounded up to whole vectors (td_cpu_query_lanes()). */
+    float *keys;    /* [TD_CPU_TILE_TOKENS][head_dim] */
     float *values;  /* [TD_CPU_TILE_TOKENS][head_dim] */
-    float *queries; /* [TD_CPU_TILE_ROWS * group][head_dim], scaled */
-    float *outputs; /* as queries */
-    float *maxima;  /* [TD_CPU_TILE_ROWS * group] */
-    float *sums;    /* [TD_CPU_TILE_ROWS * group] */
+    float *queries; /* scaled; [lane][head_dim], or [head_dim][lane] where a vector holds queries */
+    float *outputs; /* [lane][td_cpu_output_stride()] */
+    float *weights; /* [TD_CPU_TILE_TOKENS][lane]: scores, then weights */
+    float *maxima;  /* [lane] */
+    float *sums;    /* [lane] */
+    float *rescale; /* [lane] */
+    int32_t *reach; /* [lane]: tokens of the tile it sees */
+    float *totals;  /* [lane + 1][td_cpu_part_stride()]: merged spans */
 } td_cpu_scratch_t;
+
+/** A thread's scratch for these heads; one allocation.
+ * Errors: TD_ERR_NO_MEMORY.
+ * Owner:  the caller frees it with td_free(). */
+TD_MUST_CHECK td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group,
+                                                td_cpu_scratch_t **out);
 
 /** One KV head's attention for up to TD_CPU_TILE_ROWS consecutive positions of a sequence. */
 typedef struct td_cpu_attention {
@@ -87,9 +101,20 @@ typedef struct td_cpu_attention {
     uint32_t group; /* query heads that share the KV head; adjacent in q and out */
     float scale;    /* 1 / sqrt(head_dim) */
     const float *q; /* [row][q_stride], at the first query head of the group */
-    float *out;     /* as q */
+    float *out;     /* as q; unused with parts */
     size_t q_stride;
+    uint32_t begin; /* positions looked at: [begin, end), begin a multiple of TD_CPU_SPAN_TOKENS */
+    uint32_t end;   /* no more than one span with parts, else begin is 0 */
+    /* NULL, or where one span's parts go instead of the result: [row][query head of the group],
+     * rows part_row_stride floats apart, heads td_cpu_part_stride(). Rows before begin get none. */
+    float *parts;
+    size_t part_row_stride;
 } td_cpu_attention_t;
+
+/* A part: what a query has gathered in one span. */
+#define TD_CPU_PART_MAXIMUM 0u
+#define TD_CPU_PART_SUM 1u
+#define TD_CPU_PART_ELEMENTS 16u /* of the head, from here on */
 
 typedef struct td_cpu_ops {
     const char *name;
@@ -117,15 +142,24 @@ typedef struct td_cpu_ops {
     void (*rotate)(float *head, const float *table, uint32_t n);
     /** Round to nearest even; n is a multiple of 8. dst may be unaligned. */
     void (*to_f16)(const float *src, uint8_t *dst, uint32_t n);
-    /** Softmax attention, online over tiles of TD_CPU_TILE_TOKENS absolute positions; see
-     * DESIGN.md, "Attention". */
+    /** Softmax attention, online over tiles of TD_CPU_TILE_TOKENS absolute positions, merged over
+     * spans; see DESIGN.md, "Attention". */
     void (*attention)(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
+    /** Merges the parts of one query's spans, in ascending order and part_stride floats apart (the
+     * first is overwritten), and divides by the sum. Shape: out [head_dim]. */
+    void (*merge)(float *parts, size_t part_stride, uint32_t count, uint32_t head_dim, float *out);
 } td_cpu_ops_t;
 
 extern const td_cpu_ops_t td_cpu_portable_ops;
 #if defined(__x86_64__)
 extern const td_cpu_ops_t td_cpu_avx2_ops;
+extern const td_cpu_ops_t td_cpu_avx512_ops;
 #endif
+
+#define TD_CPU_OPS_BEST "auto"
+/** An implementation by name ("portable", "avx2", "avx512"), or the best one. NULL: this CPU lacks
+ * it, or there is none of that name. */
+const td_cpu_ops_t *td_cpu_ops_find(const char *name);
 
 /** Packs a checked two-dimensional tensor.
  * Units:  int8: 4-bit weights are laid out for int8 activations.
@@ -202,6 +236,23 @@ static inline uint16_t td_cpu_load_u16(const uint8_t *bytes)
     uint16_t value = 0;
     memcpy(&value, bytes, sizeof(value));
     return value;
+}
+
+static inline size_t td_cpu_whole_vectors(size_t n)
+{
+    return (n + TD_CPU_LANES_MAX - 1) / TD_CPU_LANES_MAX * TD_CPU_LANES_MAX;
+}
+
+/** Floats between two queries' outputs: whole vectors, so that a head of any size ends in one. */
+static inline size_t td_cpu_output_stride(uint32_t head_dim)
+{
+    return td_cpu_whole_vectors(head_dim);
+}
+
+/** Floats of a part. */
+static inline size_t td_cpu_part_stride(uint32_t head_dim)
+{
+    return TD_CPU_PART_ELEMENTS + td_cpu_output_stride(head_dim);
 }
 
 /** Address of a token's K or V of one head. Positions are absolute. */

@@ -3,6 +3,7 @@
 #include "common/model/cpu/td_cpu_ops.h"
 
 #include "common/base/td_base.h"
+#include "common/model/cpu/td_cpu_spans.h"
 
 #define LANES 8u
 
@@ -318,7 +319,7 @@ static void attend_tile(td_cpu_scratch_t *s, uint32_t i, uint32_t head_dim, uint
     float lanes[LANES] = {0};
     float maximum = s->maxima[i];
     float rescale = 0;
-    float *out = s->outputs + (size_t)i * head_dim;
+    float *out = s->outputs + i * td_cpu_output_stride(head_dim);
 
     for (uint32_t t = 0; t < visible; t++) {
         weight[t] =
@@ -341,39 +342,65 @@ static void attend_tile(td_cpu_scratch_t *s, uint32_t i, uint32_t head_dim, uint
     }
 }
 
-static void attention(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
+static void begin_queries(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
 {
     uint32_t head_dim = job->kv->head_dim;
-    uint32_t queries = job->rows * job->group;
-    uint32_t end = job->position + job->rows; /* positions that any row sees */
 
-    for (uint32_t i = 0; i < queries; i++) {
+    for (uint32_t i = 0; i < job->rows * job->group; i++) {
         const float *q = job->q + i / job->group * job->q_stride + i % job->group * head_dim;
-        s->maxima[i] = TD_CPU_MASKED_SCORE;
-        s->sums[i] = 0;
         for (uint32_t d = 0; d < head_dim; d++) {
             s->queries[(size_t)i * head_dim + d] = q[d] * job->scale;
-            s->outputs[(size_t)i * head_dim + d] = 0;
         }
     }
-    for (uint32_t tile = 0; tile < end; tile += TD_CPU_TILE_TOKENS) {
+}
+
+static void attend(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin, uint32_t end)
+{
+    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
         uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
         load_tile(job, false, tile, tokens, s->keys);
         load_tile(job, true, tile, tokens, s->values);
-        for (uint32_t i = 0; i < queries; i++) {
+        for (uint32_t i = 0; i < job->rows * job->group; i++) {
             uint32_t position = job->position + i / job->group;
             if (position >= tile) {
-                attend_tile(s, i, head_dim, TD_MIN(position + 1 - tile, tokens));
+                attend_tile(s, i, job->kv->head_dim, TD_MIN(position + 1 - tile, tokens));
             }
         }
     }
-    for (uint32_t i = 0; i < queries; i++) {
-        float *out = job->out + i / job->group * job->q_stride + i % job->group * head_dim;
-        float inverse = 1.0f / s->sums[i];
-        for (uint32_t d = 0; d < head_dim; d++) {
-            out[d] = s->outputs[(size_t)i * head_dim + d] * inverse;
-        }
+}
+
+static void merge_part(float *total, const float *part, uint32_t head_dim)
+{
+    float before = total[TD_CPU_PART_MAXIMUM];
+    float maximum = part[TD_CPU_PART_MAXIMUM] > before ? part[TD_CPU_PART_MAXIMUM] : before;
+    float a = exp_clamped(before - maximum);
+    float b = exp_clamped(part[TD_CPU_PART_MAXIMUM] - maximum);
+
+    total[TD_CPU_PART_MAXIMUM] = maximum;
+    total[TD_CPU_PART_SUM] = fmaf(total[TD_CPU_PART_SUM], a, part[TD_CPU_PART_SUM] * b);
+    for (uint32_t d = TD_CPU_PART_ELEMENTS; d < TD_CPU_PART_ELEMENTS + head_dim; d++) {
+        total[d] = fmaf(total[d], a, part[d] * b);
     }
+}
+
+static void finish(const float *elements, float sum, uint32_t head_dim, float *out)
+{
+    float inverse = 1.0f / sum;
+    for (uint32_t d = 0; d < head_dim; d++) {
+        out[d] = elements[d] * inverse;
+    }
+}
+
+static const td_cpu_span_ops_t span_ops = {begin_queries, attend, merge_part, finish};
+
+static void attention(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
+{
+    td_cpu_attend_spans(&span_ops, job, s);
+}
+
+static void merge(float *parts, size_t part_stride, uint32_t count, uint32_t head_dim, float *out)
+{
+    td_cpu_merge_parts(&span_ops, parts, part_stride, count, head_dim, out);
 }
 
 const td_cpu_ops_t td_cpu_portable_ops = {
@@ -387,4 +414,5 @@ const td_cpu_ops_t td_cpu_portable_ops = {
     .rotate = rotate,
     .to_f16 = to_f16,
     .attention = attention,
+    .merge = merge,
 };

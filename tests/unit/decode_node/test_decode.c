@@ -1,4 +1,5 @@
-/* The decode node's tickets and streams with a played router and prefill node; no model runs. */
+/* The decode node's tickets, hand-offs and streams with a played router and prefill node; no model
+ * runs. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -19,7 +20,12 @@ typedef struct world {
     td_model_info_t info;
     td_bus_t *router;
     td_bus_t *prefill;
-    uint8_t *memory;
+    td_transfer_t *source; /* the prefill node's memory */
+    td_pool_t *source_pool;
+    uint32_t source_blocks[4]; /* blocks of a prompt of 56 tokens; the last one partly filled */
+    uint64_t source_epochs[4];
+    uint64_t sums[4];
+    td_block_key_t keys[4];
 } world_t;
 
 static uint8_t secret[TD_CLUSTER_SECRET_BYTES] = {8};
@@ -39,6 +45,38 @@ static void pair(td_bus_t *a, td_bus_t *b)
                      TD_OK);
     assert_int_equal(td_bus_connect(b, td_bus_id(a), td_bus_endpoint(a), td_bus_incarnation(a)),
                      TD_OK);
+}
+
+static td_transfer_t *transfer_of(const td_model_info_t *info, uint64_t incarnation)
+{
+    td_transfer_config_t config = {.block_count = BLOCKS,
+                                   .block_bytes = td_kv_block_bytes(&info->kv),
+                                   .incarnation = incarnation};
+    td_transfer_t *transfer = NULL;
+    assert_int_equal(td_transfer_create(&config, &transfer), TD_OK);
+    return transfer;
+}
+
+static void open_transfers(world_t *w)
+{
+    td_node_t *n = &w->dcn->node;
+    size_t block_bytes = td_kv_block_bytes(&w->info.kv);
+    td_transfer_peer_t peer = {
+        .incarnation = 33, .block_count = BLOCKS, .block_bytes = (uint32_t)block_bytes};
+
+    n->transfer = transfer_of(&w->info, 11);
+    w->source = transfer_of(&w->info, 33);
+    assert_int_equal(td_pool_create(td_transfer_memory(n->transfer), BLOCKS, block_bytes, &n->pool),
+                     TD_OK);
+    assert_int_equal(
+        td_pool_create(td_transfer_memory(w->source), BLOCKS, block_bytes, &w->source_pool), TD_OK);
+    td_transfer_set_pool(n->transfer, n->pool);
+    td_transfer_set_pool(w->source, w->source_pool);
+    td_transfer_address(w->source, &peer.address, &peer.address_len, &peer.rkey, &peer.rkey_len,
+                        &peer.base);
+    assert_int_equal(td_transfer_peer_add(n->transfer, &peer), TD_OK);
+    assert_int_equal(td_ring_create(TD_NODE_FETCHES_MAX, &n->fetched), TD_OK);
+    assert_int_equal(td_verify_create(TD_NODE_FETCHES_MAX, block_bytes, &n->verify), TD_OK);
 }
 
 static int setup(void **state)
@@ -62,6 +100,7 @@ static int setup(void **state)
     n->info = &w->info;
     assert_int_equal(td_metrics_create(&n->proc.metrics), TD_OK);
     dcn_metrics_declare(d);
+    n->checksum_failures = td_metrics_counter(n->proc.metrics, "failures_total", NULL, "");
     n->proc.bus = bus_of("decode", 11);
     w->router = bus_of("router", 22);
     w->prefill = bus_of("prefill", 33);
@@ -72,9 +111,7 @@ static int setup(void **state)
     pair(n->proc.bus, w->prefill);
     assert_int_equal(td_gguf_open(MODEL, &n->gguf), TD_OK);
     assert_int_equal(td_tokenizer_create(n->gguf, &n->tokenizer), TD_OK);
-    w->memory = calloc(BLOCKS, td_kv_block_bytes(&w->info.kv));
-    assert_int_equal(td_pool_create(w->memory, BLOCKS, td_kv_block_bytes(&w->info.kv), &n->pool),
-                     TD_OK);
+    open_transfers(w);
     assert_int_equal(kvs_client_create(n->proc.bus, n->member, n->pool, &d->store), TD_OK);
     *state = w;
     return 0;
@@ -85,11 +122,19 @@ static int teardown(void **state)
     world_t *w = *state;
     td_node_t *n = &w->dcn->node;
 
+    td_node_stop(n);
     while (w->dcn->tickets != NULL) {
+        w->dcn->tickets->fetches = 0;
         dcn_ticket_end(w->dcn, w->dcn->tickets, TD_ERR_CANCELLED);
     }
     kvs_client_destroy(w->dcn->store);
     td_pool_destroy(n->pool);
+    td_ring_destroy(n->fetched);
+    td_transfer_destroy(w->source);
+    for (uint32_t i = 0; i < TD_ARRAY_LEN(w->source_blocks) && w->source_epochs[0] != 0; i++) {
+        td_pool_unref(w->source_pool, w->source_blocks[i]);
+    }
+    td_pool_destroy(w->source_pool);
     td_member_destroy(n->member);
     td_tokenizer_destroy(n->tokenizer);
     td_gguf_close(n->gguf);
@@ -99,7 +144,6 @@ static int teardown(void **state)
     td_metrics_destroy(n->proc.metrics);
     td_str_fini(&w->dcn->text);
     td_str_fini(&w->dcn->raw);
-    free(w->memory);
     free(w->dcn);
     free(w);
     return 0;
@@ -354,6 +398,210 @@ static void test_i3_decode_fails_a_handoff_that_does_not_fit(void **state)
     assert_nothing_held(w);
 }
 
+/* --- the hand-off -------------------------------------------------------------------------------
+ */
+
+/* Reserves ticket 5 for a prompt of 56 tokens, whose four blocks the prefill node has. */
+static dcn_ticket_t *reserve_handoff(world_t *w, td_msg_work_t *work_out)
+{
+    td_msg_work_t work = work_of(5, 56, 10);
+    size_t block_bytes = td_kv_block_bytes(&w->info.kv);
+    dcn_ticket_t *t = NULL;
+    uint32_t have = 0;
+
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    t = dcn_ticket_find(w->dcn, 5, 1);
+    assert_non_null(t);
+    for (uint32_t i = 0; i < 4; i++) {
+        uint8_t *bytes = NULL;
+        assert_int_equal(td_pool_take(w->source_pool, &w->source_blocks[i]), TD_OK);
+        w->source_epochs[i] = td_pool_epoch(w->source_pool, w->source_blocks[i]);
+        bytes = td_pool_bytes(w->source_pool, w->source_blocks[i]);
+        for (size_t k = 0; k < block_bytes; k++) {
+            bytes[k] = (uint8_t)(k * 31 + i);
+        }
+        w->keys[i] = t->keys[i];
+        w->sums[i] = td_block_checksum(td_block_content_hash(bytes, block_bytes), &w->keys[i],
+                                       w->source_epochs[i]);
+    }
+    *work_out = work;
+    return t;
+}
+
+static void announce(world_t *w, uint32_t layer_begin, uint32_t layer_end, uint32_t first,
+                     uint32_t count)
+{
+    td_msg_t msg = {.type = TD_MSG_LAYERS_READY, .sender_incarnation = 33};
+    msg.u.layers = (td_msg_layers_ready_t){.ticket = 5,
+                                           .attempt = 1,
+                                           .layer_begin = layer_begin,
+                                           .layer_end = layer_end,
+                                           .first_block = first,
+                                           .count = count,
+                                           .blocks = w->source_blocks + first,
+                                           .epochs = w->source_epochs + first};
+    dcn_receive_layers(w->dcn, &msg);
+}
+
+/* The next job that comes back from the transfer or the verifier. */
+static td_node_fetch_t *next_job(world_t *w)
+{
+    td_node_t *n = &w->dcn->node;
+    uint64_t until = td_now_ns() + 10 * TD_NS_PER_S;
+    int fd = td_ring_fd(n->fetched);
+    td_node_fetch_t *job = NULL;
+    bool readable = false;
+
+    while ((job = td_node_fetch_next(n)) == NULL) {
+        assert_true(td_now_ns() < until);
+        td_bus_wait(n->proc.bus, &fd, 1, 100, &readable);
+        td_ring_drain_fd(n->fetched);
+    }
+    return job;
+}
+
+static void receive_all(world_t *w)
+{
+    while (w->dcn->node.fetches > 0) {
+        dcn_receive_fetched(w->dcn, next_job(w));
+    }
+}
+
+static void kv_ready(world_t *w, const td_msg_work_t *work)
+{
+    static const uint32_t first = 19556; /* "Hello" */
+    td_msg_t msg = {.type = TD_MSG_KV_READY, .sender_id = "prefill"};
+    td_msg_arena_t *arena = NULL;
+    td_str_t bytes = {0};
+    td_msg_t got;
+
+    msg.u.kv_ready = (td_msg_kv_ready_t){.ticket = work->ticket,
+                                         .attempt = work->attempt,
+                                         .count = 4,
+                                         .blocks = w->source_blocks,
+                                         .epochs = w->source_epochs,
+                                         .checksums = w->sums,
+                                         .keys = w->keys,
+                                         .choice_count = 1,
+                                         .first_tokens = &first};
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &got, &arena), TD_OK);
+    got.sender_incarnation = 33;
+    dcn_receive_ready(w->dcn, &got, &arena);
+    td_msg_arena_free(arena);
+    td_str_fini(&bytes);
+}
+
+static void expect_failed(world_t *w, td_status_t status)
+{
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg = expect(w, w->router, TD_MSG_KV_FAILED, &arena);
+    assert_int_equal(msg.u.ticket.status, status);
+    td_msg_arena_free(arena);
+}
+
+/* Blocks are hashed when their last layer has come, so at KvReady nothing is left but comparing. */
+static void test_decode_hashes_blocks_before_the_prompt_is_ready(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work;
+    dcn_ticket_t *t = reserve_handoff(w, &work);
+    td_msg_arena_t *arena = NULL;
+    td_node_fetch_t *jobs[2] = {NULL};
+
+    announce(w, 0, 1, 0, 2);
+    announce(w, 1, 2, 0, 1);
+    jobs[0] = next_job(w);
+    jobs[1] = next_job(w);
+    dcn_receive_fetched(w->dcn, jobs[1]); /* they may come back in any order */
+    dcn_receive_fetched(w->dcn, jobs[0]); /* block 0 is whole now, and hashed */
+    receive_all(w);
+    assert_int_not_equal(t->hashes[0], 0);
+    assert_int_equal(t->hashes[1], 0); /* half of it is here */
+    announce(w, 1, 2, 1, 1);
+    announce(w, 0, 2, 2, 2);
+    receive_all(w);
+    for (uint32_t i = 0; i < 4; i++) {
+        assert_int_equal(td_block_checksum(t->hashes[i], &t->keys[i], w->source_epochs[i]),
+                         w->sums[i]);
+    }
+    kv_ready(w, &work);
+    assert_int_equal(t->state, DCN_RUNNING);
+    (void)expect(w, w->prefill, TD_MSG_KV_ACK, &arena);
+    td_msg_arena_free(arena);
+    assert_int_equal(td_pool_find(w->dcn->node.pool, &w->keys[2]), t->choices[0].seq.blocks[2]);
+}
+
+/* I3: one wrong block fails the hand-off; the right ones stay for the next attempt. */
+static void test_i3_decode_keeps_right_blocks_beside_a_wrong_one(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work;
+
+    (void)reserve_handoff(w, &work);
+    td_pool_bytes(w->source_pool, w->source_blocks[1])[77] ^= 1;
+    announce(w, 0, 2, 0, 4);
+    kv_ready(w, &work); /* before the fetch has come back */
+    receive_all(w);
+    expect_failed(w, TD_ERR_CORRUPT);
+    assert_null(dcn_ticket_find(w->dcn, 5, 1));
+    assert_int_not_equal(td_pool_find(w->dcn->node.pool, &w->keys[0]), TD_POOL_NONE);
+    assert_int_equal(td_pool_find(w->dcn->node.pool, &w->keys[1]), TD_POOL_NONE);
+    assert_int_not_equal(td_pool_find(w->dcn->node.pool, &w->keys[2]), TD_POOL_NONE);
+    assert_nothing_held(w);
+}
+
+/* I2: while the verifier reads a ticket's blocks, nobody else gets them. */
+static void test_i2_decode_ended_while_blocks_are_hashed_quarantines_them(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work;
+    dcn_ticket_t *t = reserve_handoff(w, &work);
+
+    announce(w, 0, 2, 0, 4);
+    dcn_receive_fetched(w->dcn, next_job(w)); /* fetched: on to the verifier */
+    assert_int_equal(t->fetches, 1);
+    dcn_ticket_end(w->dcn, t, TD_ERR_CANCELLED);
+    assert_int_equal(td_pool_counts(w->dcn->node.pool).quarantined, 4);
+    receive_all(w);
+    assert_null(w->dcn->tickets);
+    assert_nothing_held(w);
+}
+
+/* I3: what is hashed cannot be changed any more by another announcement of the same layers. */
+static void test_i3_decode_refuses_layers_announced_twice(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work;
+
+    (void)reserve_handoff(w, &work);
+    announce(w, 0, 2, 0, 4);
+    announce(w, 1, 2, 3, 1);
+    expect_failed(w, TD_ERR_PROTOCOL);
+    receive_all(w);
+    assert_nothing_held(w);
+}
+
+/* A lost announcement: what is missing is fetched after KvReady, whole, and hashed. */
+static void test_decode_fetches_what_was_never_announced(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work;
+    dcn_ticket_t *t = reserve_handoff(w, &work);
+
+    announce(w, 0, 2, 0, 2);
+    announce(w, 0, 1, 2, 2);
+    receive_all(w);
+    kv_ready(w, &work);
+    assert_int_equal(td_metric_get(w->dcn->bytes_early), 6 * td_kv_layer_bytes(&w->info.kv));
+    assert_int_equal(td_metric_get(w->dcn->bytes_late), 2 * td_kv_layer_bytes(&w->info.kv));
+    assert_int_equal(t->state, DCN_FETCHING);
+    announce(w, 1, 2, 2, 2); /* too late: ignored */
+    assert_int_equal(t->fetches, 1);
+    receive_all(w);
+    assert_int_equal(t->state, DCN_RUNNING);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -370,6 +618,16 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_f16_decode_ends_with_the_first_token, setup, teardown),
         cmocka_unit_test_setup_teardown(test_decode_stop_token_gives_no_text, setup, teardown),
         cmocka_unit_test_setup_teardown(test_i3_decode_fails_a_handoff_that_does_not_fit, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_decode_hashes_blocks_before_the_prompt_is_ready, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i3_decode_keeps_right_blocks_beside_a_wrong_one, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(
+            test_i2_decode_ended_while_blocks_are_hashed_quarantines_them, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_i3_decode_refuses_layers_announced_twice, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_decode_fetches_what_was_never_announced, setup,
                                         teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -500,9 +500,9 @@ static void test_store_silent_master_is_a_timeout_and_a_dead_one_ends_pins(void 
     world_t *w = *state;
 
     w->store_frozen = true;
+    put_blocks(w, 0, 2);
     lookup(w, 0, 1);
     assert_int_equal(w->lookup_status, TD_ERR_TIMEOUT);
-    put_blocks(w, 0, 2);
     assert_int_equal(kvs_client_pinned(w->client), 2);
     send_peers(w, false);
     TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
@@ -511,6 +511,64 @@ static void test_store_silent_master_is_a_timeout_and_a_dead_one_ends_pins(void 
         td_block_key_t key = key_of(0);
         assert_int_equal(kvs_client_lookup(w->client, &key, 1, on_lookup, w, 0), TD_ERR_PEER_DEAD);
     }
+}
+
+static td_status_t ask(world_t *w)
+{
+    td_block_key_t key = key_of(0);
+    return kvs_client_lookup(w->client, &key, 1, on_lookup, w, 0);
+}
+
+/* A lookup without an answer says of all that nobody need wait; one in time, that they may again.
+ */
+static void test_store_slow_master_is_waited_for_once(void **state)
+{
+    world_t *w = *state;
+    uint32_t idx = 0;
+    int before = 0;
+
+    put_blocks(w, 0, 1);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    w->store_frozen = true;
+    assert_int_equal(ask(w), TD_OK);
+    turn(w);
+    assert_int_equal(ask(w), TD_OK);
+    TURN_UNTIL(w, w->lookups > 0);
+    assert_int_equal(w->lookups, 2); /* the younger one does not wait for its own limit */
+    assert_int_equal(w->lookup_status, TD_ERR_TIMEOUT);
+    before = w->lookups;
+    assert_int_equal(ask(w), TD_ERR_TIMEOUT);
+    {
+        td_block_key_t key = key_of(0);
+        idx = td_pool_find(w->pool, &key);
+    }
+    assert_int_equal(kvs_client_put(w->client, &idx, 1), TD_ERR_TIMEOUT);
+    w->store_frozen = false;
+    /* A probe is answered in time. */
+    TURN_UNTIL(w, ask(w) == TD_OK);
+    TURN_UNTIL(w, w->lookups > before);
+    assert_int_equal(w->lookups, before + 1);
+    assert_int_equal(w->found, 1);
+}
+
+/* Who needs blocks gets those that an offer pins and the store leaves lying. */
+static void test_store_slow_offers_pins_yield_to_who_needs_blocks(void **state)
+{
+    world_t *w = *state;
+
+    w->store_frozen = true;
+    put_blocks(w, 0, 20);
+    put_blocks(w, 20, 10);
+    kvs_client_make_room(w->client, WRITER_BLOCKS);
+    assert_int_equal(kvs_client_pinned(w->client), 30); /* they are young */
+    assert_int_equal(ask(w), TD_OK);
+    TURN_UNTIL(w, w->lookups > 0); /* now they are older than a lookup may take */
+    kvs_client_make_room(w->client, 2);
+    assert_int_equal(kvs_client_pinned(w->client), 30); /* there is room */
+    kvs_client_make_room(w->client, 10);
+    assert_int_equal(kvs_client_pinned(w->client), 10); /* the oldest offer first */
+    assert_int_equal(td_pool_reserve(w->pool, 22), TD_OK);
+    td_pool_unreserve(w->pool, 22);
 }
 
 int main(void)
@@ -535,6 +593,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_store_lease_blocks_eviction, setup, teardown),
         cmocka_unit_test_setup_teardown(
             test_store_silent_master_is_a_timeout_and_a_dead_one_ends_pins, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_store_slow_master_is_waited_for_once, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_store_slow_offers_pins_yield_to_who_needs_blocks,
+                                        setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

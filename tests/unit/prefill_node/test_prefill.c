@@ -1,4 +1,4 @@
-/* The prefill node's requests with a played router and decode node; no model runs. */
+/* The prefill node's requests with a played router, decode node and store; no model runs. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -18,7 +18,10 @@ typedef struct world {
     td_model_info_t info;
     td_bus_t *router;
     td_bus_t *decode;
-    uint8_t *memory;
+    uint8_t *memory;        /* of the pool; NULL: the transfer's */
+    td_bus_t *store;        /* these: only with join_store() */
+    td_transfer_t *segment; /* its memory */
+    td_pool_t *segment_pool;
 } world_t;
 
 static uint8_t secret[TD_CLUSTER_SECRET_BYTES] = {8};
@@ -40,12 +43,105 @@ static void pair(td_bus_t *a, td_bus_t *b)
                      TD_OK);
 }
 
-static int setup(void **state)
+static void nothing_registered(void *ctx, const td_msg_registered_t *info)
+{
+    (void)ctx;
+    (void)info;
+}
+static void nothing_up(void *ctx, const td_msg_peer_t *peer)
+{
+    (void)ctx;
+    (void)peer;
+}
+static void nothing_down(void *ctx, const char *id, uint64_t incarnation)
+{
+    (void)ctx;
+    (void)id;
+    (void)incarnation;
+}
+static void nothing_fenced(void *ctx, uint64_t incarnation)
+{
+    (void)ctx;
+    (void)incarnation;
+}
+
+static td_transfer_t *transfer_of(const world_t *w, uint64_t incarnation)
+{
+    td_transfer_config_t config = {.block_count = BLOCKS,
+                                   .block_bytes = td_kv_block_bytes(&w->info.kv),
+                                   .incarnation = incarnation};
+    td_transfer_t *transfer = NULL;
+    assert_int_equal(td_transfer_create(&config, &transfer), TD_OK);
+    return transfer;
+}
+
+/* What has come for the node. */
+static void pump(world_t *w)
+{
+    td_node_t *n = &w->pfn->node;
+    td_msg_heartbeat_t load = {0};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+
+    td_bus_wait(n->proc.bus, NULL, 0, 5, NULL);
+    td_bus_wait(w->router, NULL, 0, 0, NULL);
+    while (td_bus_recv(n->proc.bus, &msg, &arena) == TD_OK) {
+        if (!td_member_handle(n->member, &msg)) {
+            (void)kvs_client_handle(w->pfn->store, &msg);
+        }
+        td_msg_arena_free(arena);
+    }
+    td_member_tick(n->member, &load);
+}
+
+#define PUMP_UNTIL(w, cond)                                                                        \
+    do {                                                                                           \
+        uint64_t until_ = td_now_ns() + 10 * TD_NS_PER_S;                                          \
+        while (!(cond)) {                                                                          \
+            assert_true(td_now_ns() < until_);                                                     \
+            pump(w);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+/* A store with a segment, known to the node. */
+static void join_store(world_t *w)
+{
+    td_node_t *n = &w->pfn->node;
+    uint32_t block_bytes = (uint32_t)td_kv_block_bytes(&w->info.kv);
+    td_transfer_peer_t to = {.incarnation = 44, .block_count = BLOCKS, .block_bytes = block_bytes};
+    td_msg_t msg = {.type = TD_MSG_REGISTERED, .u.registered = {.accepted = true, .error = ""}};
+    td_msg_peer_t peer = {
+        .id = "store", .role = TD_ROLE_KVSTORE, .incarnation = 44, .store_master = true};
+
+    w->store = bus_of("store", 44);
+    pair(n->proc.bus, w->store);
+    w->segment = transfer_of(w, 44);
+    assert_int_equal(
+        td_pool_create(td_transfer_memory(w->segment), BLOCKS, block_bytes, &w->segment_pool),
+        TD_OK);
+    td_transfer_set_pool(n->transfer, n->pool);
+    td_transfer_set_pool(w->segment, w->segment_pool);
+    td_transfer_address(w->segment, &to.address, &to.address_len, &to.rkey, &to.rkey_len, &to.base);
+    assert_int_equal(td_transfer_peer_add(n->transfer, &to), TD_OK);
+    assert_int_equal(td_ring_create(TD_NODE_FETCHES_MAX, &n->fetched), TD_OK);
+    assert_int_equal(td_verify_create(TD_NODE_FETCHES_MAX, block_bytes, &n->verify), TD_OK);
+    assert_int_equal(td_bus_send(w->router, "prefill", &msg), TD_OK);
+    peer.endpoint = td_bus_endpoint(w->store);
+    msg = (td_msg_t){.type = TD_MSG_PEERS, .u.peers = {.version = 1, .count = 1, .peers = &peer}};
+    assert_int_equal(td_bus_send(w->router, "prefill", &msg), TD_OK);
+    PUMP_UNTIL(w, td_member_store_master(n->member) != NULL);
+}
+
+static int setup_with(void **state, uint32_t layers, uint32_t kv_heads, uint32_t head_dim,
+                      bool with_store)
 {
     world_t *w = calloc(1, sizeof(*w));
     pfn_node_t *p = calloc(1, sizeof(*p));
     td_node_t *n = &p->node;
-    td_member_events_t events = {0};
+    td_member_events_t events = {.registered = nothing_registered,
+                                 .peer_up = nothing_up,
+                                 .peer_down = nothing_down,
+                                 .fenced = nothing_fenced};
     td_msg_register_t self = {.self = {.id = "prefill", .role = TD_ROLE_PREFILL, .endpoint = "e"},
                               .http = "",
                               .numerics_class = "",
@@ -54,10 +150,10 @@ static int setup(void **state)
     assert_non_null(w);
     assert_non_null(p);
     w->pfn = p;
-    w->info =
-        (td_model_info_t){.vocab_size = 1000,
-                          .context_max = 512,
-                          .kv = {.layers = 2, .kv_heads = 1, .head_dim = 8, .block_tokens = 16}};
+    w->info = (td_model_info_t){
+        .vocab_size = 1000,
+        .context_max = 512,
+        .kv = {.layers = layers, .kv_heads = kv_heads, .head_dim = head_dim, .block_tokens = 16}};
     n->info = &w->info;
     assert_int_equal(td_metrics_create(&n->proc.metrics), TD_OK);
     pfn_metrics_declare(p);
@@ -69,15 +165,40 @@ static int setup(void **state)
         TD_OK);
     pair(n->proc.bus, w->router);
     pair(n->proc.bus, w->decode);
-    w->memory = calloc(BLOCKS, td_kv_block_bytes(&w->info.kv));
-    assert_int_equal(td_pool_create(w->memory, BLOCKS, td_kv_block_bytes(&w->info.kv), &n->pool),
+    n->checksum_failures = td_metrics_counter(n->proc.metrics, "failures_total", NULL, "");
+    if (with_store) {
+        n->transfer = transfer_of(w, 11);
+    } else {
+        w->memory = calloc(BLOCKS, td_kv_block_bytes(&w->info.kv));
+    }
+    assert_int_equal(td_pool_create(with_store ? td_transfer_memory(n->transfer) : w->memory,
+                                    BLOCKS, td_kv_block_bytes(&w->info.kv), &n->pool),
                      TD_OK);
     assert_int_equal(kvs_client_create(n->proc.bus, n->member, n->pool, &p->store), TD_OK);
     p->scratch_blocks = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_blocks));
     p->scratch_epochs = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_epochs));
     p->scratch_sums = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_sums));
+    if (with_store) {
+        join_store(w);
+    }
     *state = w;
     return 0;
+}
+
+static int setup(void **state)
+{
+    return setup_with(state, 2, 1, 8, false);
+}
+
+static int setup_with_store(void **state)
+{
+    return setup_with(state, 2, 1, 8, true);
+}
+
+/* The quick start's model: 12 KiB a layer of a block. */
+static int setup_real_layout(void **state)
+{
+    return setup_with(state, 30, 3, 64, false);
 }
 
 static int teardown(void **state)
@@ -85,8 +206,16 @@ static int teardown(void **state)
     world_t *w = *state;
     pfn_node_t *p = w->pfn;
 
-    while (p->requests != NULL) {
-        pfn_request_end(p, p->requests, TD_ERR_CANCELLED);
+    td_node_stop(&p->node);
+    while (p->requests != NULL) { /* also those that a failed test has left computing */
+        pfn_request_t *r = p->requests;
+        r->computing = false;
+        r->fetches = 0;
+        if (r->state == PFN_DRAIN) {
+            pfn_request_settle(p, r);
+        } else {
+            pfn_request_end(p, r, TD_ERR_CANCELLED);
+        }
     }
     kvs_client_destroy(p->store);
     td_pool_destroy(p->node.pool);
@@ -94,6 +223,15 @@ static int teardown(void **state)
     td_bus_destroy(p->node.proc.bus);
     td_bus_destroy(w->router);
     td_bus_destroy(w->decode);
+    td_bus_destroy(w->store);
+    td_ring_destroy(p->node.fetched);
+    td_transfer_destroy(w->segment);
+    for (uint32_t i = 0; w->segment_pool != NULL && i < BLOCKS; i++) {
+        if (td_pool_refs(w->segment_pool, i) > 0) {
+            td_pool_unref(w->segment_pool, i);
+        }
+    }
+    td_pool_destroy(w->segment_pool);
     td_metrics_destroy(p->node.proc.metrics);
     free(p->scratch_blocks);
     free(p->scratch_epochs);
@@ -359,6 +497,170 @@ static void test_prefill_failed_request_leaves_its_batch_alone(void **state)
     assert_int_equal(good->state, PFN_WAIT_ACK);
 }
 
+static void expect_layers(world_t *w, uint64_t ticket, uint32_t begin, uint32_t end)
+{
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg = expect(w, w->decode, TD_MSG_LAYERS_READY, &arena);
+    assert_int_equal(msg.u.layers.ticket, ticket);
+    assert_int_equal(msg.u.layers.layer_begin, begin);
+    assert_int_equal(msg.u.layers.layer_end, end);
+    td_msg_arena_free(arena);
+}
+
+/* An announcement stands for 256 KiB of its request, however many others share the batch. */
+static void test_prefill_gathers_layers_for_each_request(void **state)
+{
+    world_t *w = *state;
+    pfn_node_t *p = w->pfn;
+    pfn_request_t *small = start(w, work_of(1, 16));  /* 12 KiB a layer */
+    pfn_request_t *large = start(w, work_of(2, 160)); /* 120 KiB */
+
+    add_last_part(w, small);
+    add_last_part(w, large);
+    assert_int_equal(td_worker_create(&p->node.worker), TD_OK);
+    for (uint32_t done = 3; done <= 30; done += 3) {
+        atomic_store_explicit(&p->batch.layers_done, done, memory_order_release);
+        pfn_batch_progress(p);
+        if (done == 24) {
+            expect_layers(w, 1, 0, 24); /* 22 layers of one block are the first 256 KiB */
+        } else if (done == 30) {
+            expect_layers(w, 1, 24, 30); /* what is left */
+        }
+        expect_layers(w, 2, done - 3, done);
+    }
+}
+
+/* --- the store ----------------------------------------------------------------------------------
+ */
+
+/* Starts a request of 56 tokens, whose three full blocks the store has; its answer has come. */
+static pfn_request_t *start_found(world_t *w, uint64_t ticket)
+{
+    static const char *const ids[] = {"store"};
+    static const uint32_t of[3] = {0};
+    size_t block_bytes = td_kv_block_bytes(&w->info.kv);
+    pfn_request_t *r = start(w, work_of(ticket, 56));
+    td_msg_arena_t *arena = NULL;
+    uint32_t blocks[3];
+    uint64_t epochs[3];
+    uint64_t sums[3];
+    td_msg_t msg;
+
+    assert_non_null(r);
+    assert_int_equal(r->state, PFN_WAIT_LOOKUP);
+    for (uint32_t i = 0; i < 3; i++) {
+        uint8_t *bytes = NULL;
+        assert_int_equal(td_pool_take(w->segment_pool, &blocks[i]), TD_OK);
+        bytes = td_pool_bytes(w->segment_pool, blocks[i]);
+        memset(bytes, (int)i + 1, block_bytes);
+        epochs[i] = td_pool_epoch(w->segment_pool, blocks[i]);
+        sums[i] =
+            td_block_checksum(td_block_content_hash(bytes, block_bytes), &r->keys[i], epochs[i]);
+    }
+    msg = expect(w, w->store, TD_MSG_LOOKUP, &arena);
+    msg = (td_msg_t){.type = TD_MSG_LOOKUP_RESULT,
+                     .u.found = {.request = msg.u.blocks.request,
+                                 .segment_count = 1,
+                                 .segment_ids = ids,
+                                 .count = 3,
+                                 .segment_of = of,
+                                 .blocks = blocks,
+                                 .epochs = epochs,
+                                 .checksums = sums}};
+    td_msg_arena_free(arena);
+    assert_int_equal(td_bus_send(w->store, "prefill", &msg), TD_OK);
+    PUMP_UNTIL(w, r->state != PFN_WAIT_LOOKUP);
+    return r;
+}
+
+static td_node_fetch_t *next_job(world_t *w)
+{
+    td_node_t *n = &w->pfn->node;
+    uint64_t until = td_now_ns() + 10 * TD_NS_PER_S;
+    int fd = td_ring_fd(n->fetched);
+    td_node_fetch_t *job = NULL;
+    bool readable = false;
+
+    while ((job = td_node_fetch_next(n)) == NULL) {
+        assert_true(td_now_ns() < until);
+        td_bus_wait(n->proc.bus, &fd, 1, 100, &readable);
+        td_ring_drain_fd(n->fetched);
+    }
+    return job;
+}
+
+static void receive_all(world_t *w)
+{
+    while (w->pfn->node.fetches > 0) {
+        pfn_prefix_fetched(w->pfn, next_job(w));
+    }
+}
+
+/* I3: the first wrong block ends the prefix; the right ones before it are used. */
+static void test_i3_prefill_uses_the_stores_blocks_up_to_a_wrong_one(void **state)
+{
+    world_t *w = *state;
+    pfn_request_t *r = start_found(w, 1);
+
+    assert_int_equal(r->state, PFN_WAIT_FETCH);
+    receive_all(w);
+    assert_int_equal(r->state, PFN_COMPUTE);
+    assert_int_equal(r->store_blocks, 3);
+    assert_int_equal(td_pool_bytes(w->pfn->node.pool, r->seq.blocks[2])[5], 3);
+    assert_true(w->pfn->fetch_rate.amount > 2.9);
+    for (uint32_t i = 0; i < 3; i++) {
+        td_pool_unindex(w->pfn->node.pool, r->seq.blocks[i]);
+    }
+    pfn_request_end(w->pfn, r, TD_ERR_CANCELLED);
+    r = start_found(w, 2);
+    td_node_fetch_t *job = next_job(w); /* here, not hashed yet */
+    job->pieces[1].dest[9] ^= 1;
+    pfn_prefix_fetched(w->pfn, job);
+    receive_all(w);
+    assert_int_equal(r->store_blocks, 1);
+    assert_int_equal(r->done_tokens, 16);
+}
+
+/* I2: while the verifier reads a request's blocks, nobody else gets them. */
+static void test_i2_prefill_ended_while_blocks_are_hashed_quarantines_them(void **state)
+{
+    world_t *w = *state;
+    pfn_request_t *r = start_found(w, 1);
+
+    pfn_prefix_fetched(w->pfn, next_job(w)); /* fetched: on to the verifier */
+    assert_int_equal(r->fetches, 1);
+    pfn_request_end(w->pfn, r, TD_ERR_CANCELLED);
+    assert_int_equal(td_pool_counts(w->pfn->node.pool).quarantined, 3);
+    receive_all(w);
+    assert_null(w->pfn->requests);
+    assert_nothing_held(w);
+}
+
+/* What was measured lately decides between the store and computing; what is old says nothing. */
+static void test_prefill_computes_what_the_store_would_bring_later(void **state)
+{
+    world_t *w = *state;
+    pfn_node_t *p = w->pfn;
+    uint64_t old = td_now_ns() - (PFN_RATE_AGE_MS + 1) * TD_NS_PER_MS;
+
+    pfn_rate_add(&p->compute_rate, 8, 80 * TD_NS_PER_MS); /* a block in 10 ms */
+    pfn_rate_add(&p->fetch_rate, 2, 30 * TD_NS_PER_MS);   /* in 15 ms */
+    assert_int_equal(start_found(w, 1)->state, PFN_COMPUTE);
+    assert_int_equal(td_metric_get(p->fetches_skipped), 1);
+    assert_int_equal(td_metric_get(p->lookups_hit), 1);
+    pfn_rate_add(&p->fetch_rate, 6, 30 * TD_NS_PER_MS); /* 7.5 blocks in 52.5 ms */
+    assert_int_equal(start_found(w, 2)->state, PFN_WAIT_FETCH);
+    receive_all(w);
+    pfn_rate_add(&p->fetch_rate, 0, 2000 * TD_NS_PER_MS); /* one that brought nothing */
+    td_pool_unindex(p->node.pool, td_pool_find(p->node.pool, &p->requests->keys[0]));
+    assert_int_equal(start_found(w, 3)->state, PFN_COMPUTE);
+    pfn_request_end(p, pfn_request_find(p, 1, 1), TD_ERR_CANCELLED);
+    p->fetch_rate.at_ns = old;
+    assert_int_equal(start_found(w, 4)->state, PFN_WAIT_FETCH);
+    receive_all(w);
+    assert_int_equal(td_metric_get(p->fetches_skipped), 2);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -381,6 +683,15 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_prefill_failed_request_leaves_its_batch_alone, setup,
                                         teardown),
+        cmocka_unit_test_setup_teardown(test_prefill_gathers_layers_for_each_request,
+                                        setup_real_layout, teardown),
+        cmocka_unit_test_setup_teardown(test_i3_prefill_uses_the_stores_blocks_up_to_a_wrong_one,
+                                        setup_with_store, teardown),
+        cmocka_unit_test_setup_teardown(
+            test_i2_prefill_ended_while_blocks_are_hashed_quarantines_them, setup_with_store,
+            teardown),
+        cmocka_unit_test_setup_teardown(test_prefill_computes_what_the_store_would_bring_later,
+                                        setup_with_store, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,327 @@
+/* td_cpu_attention_lanes.h - attention of many queries over KV tiles, a lane being a query: no sum
+ * runs across lanes, a key or value is loaded once for several queries, and each number is computed
+ * in the order of td_cpu_portable.c, whatever the vector's length.
+ *
+ * Included once by each file of vector kernels, which defines before: vec_t, vec_mask_t, VEC_LANES,
+ * vec_load, vec_store, vec_set1, vec_mul, vec_add, vec_sub, vec_fma, vec_max, vec_exp, vec_above
+ * (of reaches and a token: which lanes see it), vec_keep (zero elsewhere), vec_select. Threads:
+ * any; the scratch belongs to one thread. */
+#pragma once
+
+#include "common/base/td_base.h"
+#include "common/model/cpu/td_cpu_avx2.h"
+#include "common/model/cpu/td_cpu_spans.h"
+
+#define CHAINS 8u        /* over d mod 8, of a score */
+#define LEVELS 3u        /* of the tree that adds them */
+#define SCORE_VECTORS 3u /* with 4 tokens: 12 chains at once */
+#define MIX_VECTORS 4u   /* of a value, for VEC_MIX_QUERIES queries at once */
+
+/* Chains of up to 8 tokens and SCORE_VECTORS vectors of queries. */
+typedef vec_t score_chains_t[8][SCORE_VECTORS];
+
+/* One element of the head further. begins: the chains' first. */
+ALWAYS_INLINE void score_step(const float *keys, uint32_t head_dim, const float *queries,
+                              score_chains_t a, const bool begins, const uint32_t vectors,
+                              const uint32_t tokens)
+{
+    vec_t q[SCORE_VECTORS];
+
+    UNROLL(3)
+    for (uint32_t v = 0; v < vectors; v++) {
+        q[v] = vec_load(queries + v * VEC_LANES);
+    }
+    UNROLL(8)
+    for (uint32_t i = 0; i < tokens; i++) {
+        vec_t k = vec_set1(keys[(size_t)i * head_dim]);
+        UNROLL(3)
+        for (uint32_t v = 0; v < vectors; v++) {
+            a[i][v] = begins ? vec_mul(q[v], k) : vec_fma(q[v], k, a[i][v]);
+        }
+    }
+}
+
+/* Scores of `tokens` tokens from t on for `vectors` vectors of queries from lane `first` on. Eight
+ * chains one after another; sums that wait for their sister in the tree ((0+1)+(2+3))+((4+5)+(6+7))
+ * are kept by level. */
+ALWAYS_INLINE void score_block(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim,
+                               uint32_t first, uint32_t t, const uint32_t vectors,
+                               const uint32_t tokens)
+{
+    const float *keys = s->keys + (size_t)t * head_dim;
+    const float *queries = s->queries + first;
+    score_chains_t waiting[LEVELS];
+    score_chains_t a;
+
+    UNROLL(8)
+    for (uint32_t r = 0; r < CHAINS; r++) {
+        score_step(keys + r, head_dim, queries + (size_t)r * lanes, a, true, vectors, tokens);
+        for (size_t d = r + CHAINS; d < head_dim; d += CHAINS) {
+            score_step(keys + d, head_dim, queries + d * lanes, a, false, vectors, tokens);
+        }
+        UNROLL(3)
+        for (uint32_t level = 0; level < LEVELS; level++) {
+            const uint32_t place = (r + 1) & ((2u << level) - 1); /* in a pair of this level */
+            UNROLL(8)
+            for (uint32_t i = 0; i < tokens; i++) {
+                UNROLL(3)
+                for (uint32_t v = 0; v < vectors; v++) {
+                    if (place == 0) {
+                        a[i][v] = vec_add(waiting[level][i][v], a[i][v]);
+                    } else if (place == 1u << level) {
+                        waiting[level][i][v] = a[i][v];
+                    }
+                }
+            }
+        }
+    }
+    UNROLL(8)
+    for (uint32_t i = 0; i < tokens; i++) {
+        UNROLL(3)
+        for (uint32_t v = 0; v < vectors; v++) {
+            vec_store(s->weights + (size_t)(t + i) * lanes + first + v * VEC_LANES, a[i][v]);
+        }
+    }
+}
+
+static __attribute__((noinline)) void score_tile_3(const td_cpu_scratch_t *s, uint32_t lanes,
+                                                   uint32_t head_dim, uint32_t first,
+                                                   uint32_t tokens)
+{
+    for (uint32_t t = 0; t < tokens; t += 4) {
+        score_block(s, lanes, head_dim, first, t, 3, 4);
+    }
+}
+
+static __attribute__((noinline)) void score_tile_2(const td_cpu_scratch_t *s, uint32_t lanes,
+                                                   uint32_t head_dim, uint32_t first,
+                                                   uint32_t tokens)
+{
+    for (uint32_t t = 0; t < tokens; t += 4) {
+        score_block(s, lanes, head_dim, first, t, 2, 4);
+    }
+}
+
+static __attribute__((noinline)) void score_tile_1(const td_cpu_scratch_t *s, uint32_t lanes,
+                                                   uint32_t head_dim, uint32_t first,
+                                                   uint32_t tokens)
+{
+    for (uint32_t t = 0; t < tokens; t += 8) {
+        score_block(s, lanes, head_dim, first, t, 1, 8);
+    }
+}
+
+/* Scores of the whole tile; what lies behind `tokens` is scored from old keys and never used. */
+static void score_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim,
+                       uint32_t tokens)
+{
+    uint32_t first = 0;
+
+    for (; first + 3 * VEC_LANES <= lanes; first += 3 * VEC_LANES) {
+        score_tile_3(s, lanes, head_dim, first, tokens);
+    }
+    if (first + 2 * VEC_LANES <= lanes) {
+        score_tile_2(s, lanes, head_dim, first, tokens);
+    } else if (first < lanes) {
+        score_tile_1(s, lanes, head_dim, first, tokens);
+    }
+}
+
+/* Turns a vector of queries' scores into weights. partial: some query does not see every token. */
+ALWAYS_INLINE void weigh_vector(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t first,
+                                uint32_t tokens, const bool partial)
+{
+    const vec_t masked = vec_set1(TD_CPU_MASKED_SCORE);
+    const vec_t before = vec_load(s->maxima + first);
+    float *weights = s->weights + first;
+    vec_t maximum = before;
+    vec_t rescale;
+    vec_t total;
+    vec_t sums[8];
+
+    for (uint32_t t = 0; t < tokens; t++) {
+        vec_t score = vec_load(weights + (size_t)t * lanes);
+        if (partial) {
+            score = vec_select(vec_above(s->reach + first, t), score, masked);
+        }
+        maximum = vec_max(score, maximum);
+    }
+    UNROLL(8)
+    for (uint32_t i = 0; i < 8; i++) {
+        sums[i] = vec_set1(0);
+    }
+    for (uint32_t t = 0; t < tokens; t += 8) {
+        UNROLL(8)
+        for (uint32_t i = 0; i < 8; i++) {
+            float *at = weights + (size_t)(t + i) * lanes;
+            vec_t w = vec_exp(vec_sub(vec_load(at), maximum));
+            if (partial) {
+                w = vec_keep(vec_above(s->reach + first, t + i), w); /* exactly zero */
+            }
+            sums[i] = vec_add(sums[i], w);
+            vec_store(at, w);
+        }
+    }
+    total = vec_add(vec_set1(0), sums[0]);
+    UNROLL(8)
+    for (uint32_t i = 1; i < 8; i++) {
+        total = vec_add(total, sums[i]);
+    }
+    rescale = vec_exp(vec_sub(before, maximum));
+    vec_store(s->sums + first, vec_fma(vec_load(s->sums + first), rescale, total));
+    vec_store(s->maxima + first, maximum);
+    vec_store(s->rescale + first, rescale);
+}
+
+static __attribute__((noinline)) void weigh_tile(const td_cpu_scratch_t *s, uint32_t lanes)
+{
+    for (uint32_t first = 0; first < lanes; first += VEC_LANES) {
+        weigh_vector(s, lanes, first, TD_CPU_TILE_TOKENS, false);
+    }
+}
+
+static __attribute__((noinline)) void weigh_part(const td_cpu_scratch_t *s, uint32_t lanes)
+{
+    for (uint32_t first = 0; first < lanes; first += VEC_LANES) {
+        weigh_vector(s, lanes, first, TD_CPU_TILE_TOKENS, true);
+    }
+}
+
+/* out = out * rescale + sum of weights * values over tokens [begin, end), for `queries` queries
+ * from i on and `vectors` vectors of the head from d on. rescale is left out after the first part.
+ */
+ALWAYS_INLINE void mix_block(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim,
+                             uint32_t i, uint32_t d, uint32_t begin, uint32_t end, bool rescales,
+                             const uint32_t queries, const uint32_t vectors)
+{
+    const size_t stride = td_cpu_output_stride(head_dim);
+    const float *weights = s->weights + i;
+    float *out = s->outputs + i * stride + d;
+    vec_t acc[VEC_MIX_QUERIES][MIX_VECTORS];
+
+    UNROLL(8)
+    for (uint32_t q = 0; q < queries; q++) {
+        vec_t r = vec_set1(rescales ? s->rescale[i + q] : 1.0f);
+        UNROLL(4)
+        for (uint32_t v = 0; v < vectors; v++) {
+            acc[q][v] = vec_mul(vec_load(out + q * stride + v * VEC_LANES), r);
+        }
+    }
+    for (uint32_t t = begin; t < end; t++) {
+        const float *values = s->values + (size_t)t * head_dim + d;
+        vec_t value[MIX_VECTORS];
+        UNROLL(4)
+        for (uint32_t v = 0; v < vectors; v++) {
+            value[v] = vec_load(values + v * VEC_LANES);
+        }
+        UNROLL(8)
+        for (uint32_t q = 0; q < queries; q++) {
+            vec_t w = vec_set1(weights[(size_t)t * lanes + q]);
+            UNROLL(4)
+            for (uint32_t v = 0; v < vectors; v++) {
+                acc[q][v] = vec_fma(w, value[v], acc[q][v]);
+            }
+        }
+    }
+    UNROLL(8)
+    for (uint32_t q = 0; q < queries; q++) {
+        UNROLL(4)
+        for (uint32_t v = 0; v < vectors; v++) {
+            vec_store(out + q * stride + v * VEC_LANES, acc[q][v]);
+        }
+    }
+}
+
+static __attribute__((noinline)) void mix_many(const td_cpu_scratch_t *s, uint32_t lanes,
+                                               uint32_t head_dim, uint32_t i, uint32_t end)
+{
+    uint32_t d = 0;
+    for (; d + MIX_VECTORS * VEC_LANES <= head_dim; d += MIX_VECTORS * VEC_LANES) {
+        mix_block(s, lanes, head_dim, i, d, 0, end, true, VEC_MIX_QUERIES, MIX_VECTORS);
+    }
+    for (; d < head_dim; d += VEC_LANES) {
+        mix_block(s, lanes, head_dim, i, d, 0, end, true, VEC_MIX_QUERIES, 1);
+    }
+}
+
+static __attribute__((noinline)) void mix_one(const td_cpu_scratch_t *s, uint32_t lanes,
+                                              uint32_t head_dim, uint32_t i, uint32_t begin,
+                                              uint32_t end, bool rescales)
+{
+    uint32_t d = 0;
+    for (; d + MIX_VECTORS * VEC_LANES <= head_dim; d += MIX_VECTORS * VEC_LANES) {
+        mix_block(s, lanes, head_dim, i, d, begin, end, rescales, 1, MIX_VECTORS);
+    }
+    for (; d < head_dim; d += VEC_LANES) {
+        mix_block(s, lanes, head_dim, i, d, begin, end, rescales, 1, 1);
+    }
+}
+
+/* Queries stand in ascending position, so the first of a block sees least: what it sees is mixed
+ * for all of them together, the rest one by one. Masked tokens are left out, not added as zero: a
+ * value there may be infinite. */
+static void mix_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim, uint32_t queries)
+{
+    uint32_t i = 0;
+
+    for (; i + VEC_MIX_QUERIES <= queries; i += VEC_MIX_QUERIES) {
+        uint32_t common = (uint32_t)s->reach[i];
+        mix_many(s, lanes, head_dim, i, common);
+        for (uint32_t q = i; q < i + VEC_MIX_QUERIES; q++) {
+            if ((uint32_t)s->reach[q] > common) {
+                mix_one(s, lanes, head_dim, q, common, (uint32_t)s->reach[q], false);
+            }
+        }
+    }
+    for (; i < queries; i++) {
+        mix_one(s, lanes, head_dim, i, 0, (uint32_t)s->reach[i], true);
+    }
+}
+
+static uint32_t lanes_of(const td_cpu_attention_t *job)
+{
+    return (job->rows * job->group + VEC_LANES - 1) / VEC_LANES * VEC_LANES;
+}
+
+static void begin_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
+{
+    const uint32_t head_dim = job->kv->head_dim;
+    const uint32_t queries = job->rows * job->group;
+    const uint32_t lanes = lanes_of(job);
+
+    for (uint32_t i = 0; i < lanes; i++) {
+        const float *q = job->q + i / job->group * job->q_stride + i % job->group * head_dim;
+        for (uint32_t d = 0; d < head_dim; d++) {
+            s->queries[(size_t)d * lanes + i] = i < queries ? q[d] * job->scale : 0;
+        }
+    }
+}
+
+static void attend_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin,
+                         uint32_t end)
+{
+    const uint32_t head_dim = job->kv->head_dim;
+    const uint32_t queries = job->rows * job->group;
+    const uint32_t lanes = lanes_of(job);
+
+    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
+        const uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
+        const bool partial = job->position + 1 < tile + TD_CPU_TILE_TOKENS;
+        for (uint32_t i = 0; i < lanes; i++) {
+            const uint32_t seen = job->position + TD_MIN(i, queries - 1) / job->group + 1;
+            s->reach[i] = (int32_t)(seen <= tile ? 0 : TD_MIN(seen - tile, tokens));
+        }
+        td_cpu_avx2_load_tile(job, false, tile, tokens, s->keys);
+        td_cpu_avx2_load_tile(job, true, tile, tokens, s->values);
+        score_tile(s, lanes, head_dim, tokens);
+        if (partial) {
+            weigh_part(s, lanes);
+        } else {
+            weigh_tile(s, lanes);
+        }
+        mix_tile(s, lanes, head_dim, queries);
+    }
+}
+
+static const td_cpu_span_ops_t lanes_ops = {begin_lanes, attend_lanes, td_cpu_avx2_merge_part,
+                                            td_cpu_avx2_finish};

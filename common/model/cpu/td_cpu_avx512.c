@@ -1,0 +1,585 @@
+/* Matrix products for AVX-512 with VNNI; the rest is in td_cpu_avx512_rows.c. A lane is an output
+ * row, a vector two panels. VNNI adds products to int32 sums exactly, so the integers, and with
+ * them every bit, are those of the other implementations. As in td_cpu_avx2.c, functions are
+ * written for a constant number of rows and inlined, so that accumulators are registers. */
+#if defined(__x86_64__)
+#include "common/model/cpu/td_cpu_avx512.h"
+
+#include "common/base/td_base.h"
+
+#define TILE_ROWS 8 /* 8 sums and 8 chains beside a vector of weights, or 8 of unpacked ones */
+#define FLOAT_ROWS 12
+#define PREFETCH_BYTES 2048 /* ahead of the linear stream of each panel */
+/* Activations of a block of rows stay in the L2 cache while all panels pass. */
+#define BLOCK_ACT_BYTES 589824u
+#define BLOCK_ROWS_MIN 32u
+
+typedef struct product_job {
+    const td_cpu_matrix_t *w;
+    const td_cpu_acts_t *x;
+    float *y;
+    uint32_t groups;
+} product_job_t;
+
+/* Rows of quantised activations from some row and group on. */
+typedef struct act_rows {
+    const uint8_t *q; /* bytes of int8 or int16 */
+    size_t q_stride;  /* bytes */
+    const float *scale;
+    const float *sum;
+    size_t groups;
+} act_rows_t;
+
+ALWAYS_INLINE act_rows_t acts8(const product_job_t *job, size_t row, size_t group)
+{
+    return (act_rows_t){
+        .q = (const uint8_t *)job->x->q8 + row * job->w->inputs + group * TD_CPU_GROUP,
+        .q_stride = job->w->inputs,
+        .scale = job->x->scale8 + row * job->groups + group,
+        .sum = job->x->sum8 + row * job->groups + group,
+        .groups = job->groups,
+    };
+}
+
+ALWAYS_INLINE act_rows_t acts16(const product_job_t *job, size_t row, size_t group)
+{
+    return (act_rows_t){
+        .q = (const uint8_t *)(job->x->q16 + row * job->w->inputs + group * TD_CPU_GROUP),
+        .q_stride = (size_t)job->w->inputs * 2,
+        .scale = job->x->scale16 + row * job->groups + group,
+        .sum = job->x->sum16 + row * job->groups + group,
+        .groups = job->groups,
+    };
+}
+
+/* Outputs of a pair that exist: the last panels may be narrower. */
+static inline __mmask16 pair_mask(const td_cpu_matrix_t *w, uint32_t panel)
+{
+    uint32_t begin = panel * TD_CPU_PANEL;
+    uint32_t count = begin >= w->outputs ? 0 : TD_MIN(16u, w->outputs - begin);
+    return (__mmask16)((1u << count) - 1);
+}
+
+/* Goes on with a chain by one group: sums times both scales. */
+ALWAYS_INLINE __m512 chain_scaled(__m512i sums, __m512 scale_w, const float *scale_x, __m512 acc)
+{
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums),
+                           _mm512_mul_ps(scale_w, _mm512_set1_ps(*scale_x)), acc);
+}
+
+ALWAYS_INLINE __m512 chain_minimum(__m512 minimum, const float *sum_x, __m512 acc)
+{
+    return _mm512_fmadd_ps(minimum, _mm512_set1_ps(*sum_x), acc);
+}
+
+ALWAYS_INLINE void prefetch_group(const uint8_t *w, const uint32_t lines)
+{
+    UNROLL(5)
+    for (uint32_t i = 0; i < lines; i++) {
+        _mm_prefetch((const char *)w + PREFETCH_BYTES + i * 64, _MM_HINT_T0);
+    }
+}
+
+ALWAYS_INLINE void store_rows(const product_job_t *job, uint32_t panel, uint32_t row,
+                              const __m512 *acc, const uint32_t tile)
+{
+    const __mmask16 mask = pair_mask(job->w, panel);
+    float *y = job->y + row * (size_t)job->w->outputs + panel * TD_CPU_PANEL;
+
+    UNROLL(12)
+    for (uint32_t m = 0; m < tile; m++) {
+        _mm512_mask_storeu_ps(y + m * (size_t)job->w->outputs, mask, acc[m]);
+    }
+}
+
+/* The chains of rows so far: zero before the first group or k. */
+ALWAYS_INLINE void load_rows(const product_job_t *job, uint32_t panel, uint32_t row, uint32_t begin,
+                             __m512 *acc, const uint32_t tile)
+{
+    const __mmask16 mask = begin == 0 ? 0 : pair_mask(job->w, panel);
+    const float *y = job->y + row * (size_t)job->w->outputs + panel * TD_CPU_PANEL;
+
+    UNROLL(12)
+    for (uint32_t m = 0; m < tile; m++) {
+        acc[m] = _mm512_maskz_loadu_ps(mask, y + m * (size_t)job->w->outputs);
+    }
+}
+
+/* --- 4-bit weights ---------------------------------------------------------------------------- */
+
+ALWAYS_INLINE void a8_small(const product_job_t *job, uint32_t panel, uint32_t row,
+                            const uint32_t tile)
+{
+    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
+    const uint8_t *w1 = w + job->w->panel_bytes;
+    const act_rows_t x = acts8(job, row, 0);
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 acc[TILE_ROWS];
+
+    UNROLL(8)
+    for (uint32_t m = 0; m < tile; m++) {
+        acc[m] = _mm512_setzero_ps();
+    }
+    for (size_t g = 0; g < x.groups; g++, w += TD_CPU_NIBBLE_BYTES, w1 += TD_CPU_NIBBLE_BYTES) {
+        __m512i u[8];
+        prefetch_group(w, 3);
+        prefetch_group(w1, 3);
+        UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) {
+            __m512i v = load_pair(w + 32 * j, w1 + 32 * j);
+            u[j] = _mm512_and_si512(v, low);
+            u[j + 4] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
+        }
+        const __m512 scale_w = load_pair_f16(w + 128, w1 + 128);
+        const __m512 minimum = load_pair_f16(w + 144, w1 + 144);
+        UNROLL(8)
+        for (uint32_t m = 0; m < tile; m++) {
+            const uint8_t *q = x.q + m * x.q_stride + g * TD_CPU_GROUP;
+            __m512i a = _mm512_setzero_si512();
+            UNROLL(8)
+            for (uint32_t j = 0; j < 8; j++) {
+                a = _mm512_dpbusd_epi32(a, u[j], broadcast4_wide(q + 4 * j));
+            }
+            acc[m] = chain_scaled(a, scale_w, x.scale + m * x.groups + g, acc[m]);
+            acc[m] = chain_minimum(minimum, x.sum + m * x.groups + g, acc[m]);
+        }
+    }
+    store_rows(job, panel, row, acc, tile);
+}
+
+/* Unpacks groups [begin, end) of two panels. Shape: [group][vector][panel][32]. */
+static void a8_unpack(const product_job_t *job, uint32_t panel, uint32_t begin, uint32_t end,
+                      td_cpu_scratch_t *s)
+{
+    const __m512i low = _mm512_set1_epi8(15);
+    const uint8_t *w =
+        job->w->bytes + panel * job->w->panel_bytes + (size_t)begin * TD_CPU_NIBBLE_BYTES;
+    const uint8_t *w1 = w + job->w->panel_bytes;
+
+    for (uint32_t g = 0; g < end - begin;
+         g++, w += TD_CPU_NIBBLE_BYTES, w1 += TD_CPU_NIBBLE_BYTES) {
+        uint8_t *out = s->panels8 + g * 512;
+        UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) {
+            __m512i v = load_pair(w + 32 * j, w1 + 32 * j);
+            _mm512_store_si512(out + j * 64, _mm512_and_si512(v, low));
+            _mm512_store_si512(out + (j + 4) * 64, _mm512_and_si512(_mm512_srli_epi16(v, 4), low));
+        }
+        _mm512_store_ps(s->scales + g * 16, load_pair_f16(w + 128, w1 + 128));
+        _mm512_store_ps(s->minima + g * 16, load_pair_f16(w + 144, w1 + 144));
+    }
+}
+
+/* Goes on with the chains of two panels over groups [begin, end). */
+ALWAYS_INLINE void a8_big(const product_job_t *job, const td_cpu_scratch_t *s, uint32_t panel,
+                          uint32_t begin, uint32_t end, uint32_t row, const uint32_t tile)
+{
+    const act_rows_t x = acts8(job, row, begin);
+    __m512 acc[TILE_ROWS];
+
+    load_rows(job, panel, row, begin, acc, tile);
+    for (size_t g = 0; g < end - begin; g++) {
+        const uint8_t *u = s->panels8 + g * 512;
+        __m512i a[TILE_ROWS];
+        UNROLL(8)
+        for (uint32_t j = 0; j < 8; j++) {
+            const __m512i w = load_wide(u + j * 64);
+            UNROLL(8)
+            for (uint32_t m = 0; m < tile; m++) {
+                a[m] = _mm512_dpbusd_epi32(
+                    j == 0 ? _mm512_setzero_si512() : a[m], w,
+                    broadcast4_wide(x.q + m * x.q_stride + g * TD_CPU_GROUP + 4 * j));
+            }
+        }
+        const __m512 scale_w = _mm512_load_ps(s->scales + g * 16);
+        const __m512 minimum = _mm512_load_ps(s->minima + g * 16);
+        UNROLL(8)
+        for (uint32_t m = 0; m < tile; m++) {
+            acc[m] = chain_scaled(a[m], scale_w, x.scale + m * x.groups + g, acc[m]);
+            acc[m] = chain_minimum(minimum, x.sum + m * x.groups + g, acc[m]);
+        }
+    }
+    store_rows(job, panel, row, acc, tile);
+}
+
+ALWAYS_INLINE void a16_small(const product_job_t *job, uint32_t panel, uint32_t row,
+                             const uint32_t tile)
+{
+    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
+    const uint8_t *w1 = w + job->w->panel_bytes;
+    const act_rows_t x = acts16(job, row, 0);
+    const __m512i low = _mm512_set1_epi16(15);
+    __m512 acc[TILE_ROWS];
+
+    UNROLL(8)
+    for (uint32_t m = 0; m < tile; m++) {
+        acc[m] = _mm512_setzero_ps();
+    }
+    for (size_t g = 0; g < x.groups; g++, w += TD_CPU_NIBBLE_BYTES, w1 += TD_CPU_NIBBLE_BYTES) {
+        __m512i a[TILE_ROWS];
+        prefetch_group(w, 3);
+        prefetch_group(w1, 3);
+        UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) {
+            __m512i v = load_pair(w + 32 * j, w1 + 32 * j);
+            UNROLL(4)
+            for (uint32_t t = 0; t < 4; t++) {
+                const __m512i u = t == 3
+                                      ? _mm512_srli_epi16(v, 12)
+                                      : _mm512_and_si512(_mm512_srli_epi16(v, (int)(4 * t)), low);
+                UNROLL(8)
+                for (uint32_t m = 0; m < tile; m++) {
+                    a[m] = _mm512_dpwssd_epi32(
+                        (j | t) == 0 ? _mm512_setzero_si512() : a[m], u,
+                        broadcast4_wide(x.q + m * x.q_stride + g * 64 + 16 * j + 4 * t));
+                }
+            }
+        }
+        const __m512 scale_w = load_pair_f16(w + 128, w1 + 128);
+        const __m512 minimum = load_pair_f16(w + 144, w1 + 144);
+        UNROLL(8)
+        for (uint32_t m = 0; m < tile; m++) {
+            acc[m] = chain_scaled(a[m], scale_w, x.scale + m * x.groups + g, acc[m]);
+            acc[m] = chain_minimum(minimum, x.sum + m * x.groups + g, acc[m]);
+        }
+    }
+    store_rows(job, panel, row, acc, tile);
+}
+
+static void a16_unpack(const product_job_t *job, uint32_t panel, uint32_t begin, uint32_t end,
+                       td_cpu_scratch_t *s)
+{
+    const __m512i low = _mm512_set1_epi16(15);
+    const uint8_t *w =
+        job->w->bytes + panel * job->w->panel_bytes + (size_t)begin * TD_CPU_NIBBLE_BYTES;
+    const uint8_t *w1 = w + job->w->panel_bytes;
+
+    for (uint32_t g = 0; g < end - begin;
+         g++, w += TD_CPU_NIBBLE_BYTES, w1 += TD_CPU_NIBBLE_BYTES) {
+        uint8_t *out = s->panels16 + g * 1024;
+        UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) {
+            __m512i v = load_pair(w + 32 * j, w1 + 32 * j);
+            UNROLL(4)
+            for (uint32_t t = 0; t < 4; t++) {
+                _mm512_store_si512(out + (j * 4 + t) * 64, _mm512_and_si512(v, low));
+                v = _mm512_srli_epi16(v, 4);
+            }
+        }
+        _mm512_store_ps(s->scales + g * 16, load_pair_f16(w + 128, w1 + 128));
+        _mm512_store_ps(s->minima + g * 16, load_pair_f16(w + 144, w1 + 144));
+    }
+}
+
+ALWAYS_INLINE void a16_big(const product_job_t *job, const td_cpu_scratch_t *s, uint32_t panel,
+                           uint32_t begin, uint32_t end, uint32_t row, const uint32_t tile)
+{
+    const act_rows_t x = acts16(job, row, begin);
+    __m512 acc[TILE_ROWS];
+
+    load_rows(job, panel, row, begin, acc, tile);
+    for (size_t g = 0; g < end - begin; g++) {
+        const uint8_t *u = s->panels16 + g * 1024;
+        __m512i a[TILE_ROWS];
+        UNROLL(16)
+        for (uint32_t j = 0; j < 16; j++) {
+            const __m512i w = load_wide(u + j * 64);
+            UNROLL(8)
+            for (uint32_t m = 0; m < tile; m++) {
+                a[m] = _mm512_dpwssd_epi32(j == 0 ? _mm512_setzero_si512() : a[m], w,
+                                           broadcast4_wide(x.q + m * x.q_stride + g * 64 + 4 * j));
+            }
+        }
+        const __m512 scale_w = _mm512_load_ps(s->scales + g * 16);
+        const __m512 minimum = _mm512_load_ps(s->minima + g * 16);
+        UNROLL(8)
+        for (uint32_t m = 0; m < tile; m++) {
+            acc[m] = chain_scaled(a[m], scale_w, x.scale + m * x.groups + g, acc[m]);
+            acc[m] = chain_minimum(minimum, x.sum + m * x.groups + g, acc[m]);
+        }
+    }
+    store_rows(job, panel, row, acc, tile);
+}
+
+/* --- 8-bit weights, int16 activations --------------------------------------------------------- */
+
+ALWAYS_INLINE void bytes_small(const product_job_t *job, uint32_t panel, uint32_t row,
+                               const uint32_t tile)
+{
+    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
+    const uint8_t *w1 = w + job->w->panel_bytes;
+    const act_rows_t x = acts16(job, row, 0);
+    __m512 acc[TILE_ROWS];
+
+    UNROLL(8)
+    for (uint32_t m = 0; m < tile; m++) {
+        acc[m] = _mm512_setzero_ps();
+    }
+    for (size_t g = 0; g < x.groups; g++, w += TD_CPU_BYTE_BYTES, w1 += TD_CPU_BYTE_BYTES) {
+        __m512i a[TILE_ROWS];
+        prefetch_group(w, 5);
+        prefetch_group(w1, 5);
+        UNROLL(16)
+        for (uint32_t j = 0; j < 16; j++) {
+            const __m256i pair = _mm256_inserti128_si256(
+                _mm256_castsi128_si256(_mm_load_si128((const __m128i *)(w + 16 * j))),
+                _mm_load_si128((const __m128i *)(w1 + 16 * j)), 1);
+            const __m512i u = _mm512_cvtepi8_epi16(pair);
+            UNROLL(8)
+            for (uint32_t m = 0; m < tile; m++) {
+                a[m] = _mm512_dpwssd_epi32(j == 0 ? _mm512_setzero_si512() : a[m], u,
+                                           broadcast4_wide(x.q + m * x.q_stride + g * 64 + 4 * j));
+            }
+        }
+        const __m512 scale_w = load_pair_f16(w + 256, w1 + 256);
+        UNROLL(8)
+        for (uint32_t m = 0; m < tile; m++) {
+            acc[m] = chain_scaled(a[m], scale_w, x.scale + m * x.groups + g, acc[m]);
+        }
+    }
+    store_rows(job, panel, row, acc, tile);
+}
+
+/* --- float weights and activations ------------------------------------------------------------ */
+
+/* Converts k [begin, end) of two panels. Shape: [k][16]. */
+ALWAYS_INLINE void float_unpack(const product_job_t *job, uint32_t panel, uint32_t begin,
+                                uint32_t end, td_cpu_scratch_t *s, const td_cpu_form_t form)
+{
+    for (uint32_t h = 0; h < 2; h++) {
+        const uint8_t *w = job->w->bytes + (panel + h) * job->w->panel_bytes;
+        for (size_t k = begin; k < end; k++) {
+            __m256 value;
+            if (form == TD_CPU_F32) {
+                value = _mm256_load_ps((const float *)(const void *)(w + k * 32));
+            } else if (form == TD_CPU_F16) {
+                value = load_f16(w + k * 16);
+            } else {
+                value = _mm256_castsi256_ps(_mm256_slli_epi32(
+                    _mm256_cvtepu16_epi32(_mm_load_si128((const __m128i *)(w + k * 16))), 16));
+            }
+            _mm256_store_ps(s->panels32 + (k - begin) * 16 + h * 8, value);
+        }
+    }
+}
+
+ALWAYS_INLINE void float_big(const product_job_t *job, const td_cpu_scratch_t *s, uint32_t panel,
+                             uint32_t begin, uint32_t end, uint32_t row, const uint32_t tile)
+{
+    const size_t inputs = job->w->inputs;
+    const float *x = job->x->f32 + row * inputs + begin;
+    __m512 acc[FLOAT_ROWS];
+
+    load_rows(job, panel, row, begin, acc, tile);
+    for (size_t k = 0; k < end - begin; k++) {
+        const __m512 w = _mm512_load_ps(s->panels32 + k * 16);
+        UNROLL(12)
+        for (uint32_t m = 0; m < tile; m++) {
+            acc[m] = _mm512_fmadd_ps(w, _mm512_set1_ps(x[m * inputs + k]), acc[m]);
+        }
+    }
+    store_rows(job, panel, row, acc, tile);
+}
+
+/* --- drivers: cut rows into tiles whose size is a constant ------------------------------------ */
+
+/* Calls CALL(row, tile) for rows [0, rows) in tiles of 8, and the rest as one: weights are unpacked
+ * once for each tile. */
+#define SMALL_TILES(rows, CALL)                                                                    \
+    do {                                                                                           \
+        uint32_t row_ = 0;                                                                         \
+        for (; row_ + TILE_ROWS <= (rows); row_ += TILE_ROWS) {                                    \
+            CALL(row_, TILE_ROWS);                                                                 \
+        }                                                                                          \
+        switch ((rows)-row_) {                                                                     \
+        case 1:                                                                                    \
+            CALL(row_, 1);                                                                         \
+            break;                                                                                 \
+        case 2:                                                                                    \
+            CALL(row_, 2);                                                                         \
+            break;                                                                                 \
+        case 3:                                                                                    \
+            CALL(row_, 3);                                                                         \
+            break;                                                                                 \
+        case 4:                                                                                    \
+            CALL(row_, 4);                                                                         \
+            break;                                                                                 \
+        case 5:                                                                                    \
+            CALL(row_, 5);                                                                         \
+            break;                                                                                 \
+        case 6:                                                                                    \
+            CALL(row_, 6);                                                                         \
+            break;                                                                                 \
+        case 7:                                                                                    \
+            CALL(row_, 7);                                                                         \
+            break;                                                                                 \
+        default:                                                                                   \
+            break;                                                                                 \
+        }                                                                                          \
+    } while (0)
+
+/* Calls CALL(row, tile) for rows [begin, end) in tiles of TILE, 4, 2 and 1. */
+#define ROW_TILES(begin, end, TILE, CALL)                                                          \
+    do {                                                                                           \
+        uint32_t row_ = (begin);                                                                   \
+        for (; row_ + (TILE) <= (end); row_ += (TILE)) {                                           \
+            CALL(row_, (TILE));                                                                    \
+        }                                                                                          \
+        for (; row_ + 4 <= (end); row_ += 4) {                                                     \
+            CALL(row_, 4);                                                                         \
+        }                                                                                          \
+        if (row_ + 2 <= (end)) {                                                                   \
+            CALL(row_, 2);                                                                         \
+            row_ += 2;                                                                             \
+        }                                                                                          \
+        if (row_ < (end)) {                                                                        \
+            CALL(row_, 1);                                                                         \
+        }                                                                                          \
+    } while (0)
+
+static uint32_t block_rows(const td_cpu_matrix_t *w, size_t act_bytes)
+{
+    size_t rows = BLOCK_ACT_BYTES / (w->inputs * act_bytes);
+    return (uint32_t)TD_MAX(rows, BLOCK_ROWS_MIN) / TILE_ROWS * TILE_ROWS;
+}
+
+static void product_a8(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
+                       uint32_t panel_end, td_cpu_scratch_t *s)
+{
+    uint32_t block = block_rows(job->w, 1);
+
+    if (rows < TD_CPU_BIG_ROWS) {
+        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
+#define CALL(row, tile) a8_small(job, p, row, tile)
+            SMALL_TILES(rows, CALL);
+#undef CALL
+        }
+        return;
+    }
+    for (uint32_t r0 = 0; r0 < rows; r0 += block) {
+        uint32_t r1 = TD_MIN(r0 + block, rows);
+        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
+            for (uint32_t g0 = 0; g0 < job->groups; g0 += TD_CPU_GROUPS_CHUNK) {
+                uint32_t g1 = TD_MIN(g0 + TD_CPU_GROUPS_CHUNK, job->groups);
+                a8_unpack(job, p, g0, g1, s);
+#define CALL(row, tile) a8_big(job, s, p, g0, g1, row, tile)
+                ROW_TILES(r0, r1, TILE_ROWS, CALL);
+#undef CALL
+            }
+        }
+    }
+}
+
+static void product_a16(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
+                        uint32_t panel_end, td_cpu_scratch_t *s)
+{
+    uint32_t block = block_rows(job->w, 2);
+
+    if (rows < TD_CPU_BIG_ROWS) {
+        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
+#define CALL(row, tile) a16_small(job, p, row, tile)
+            SMALL_TILES(rows, CALL);
+#undef CALL
+        }
+        return;
+    }
+    for (uint32_t r0 = 0; r0 < rows; r0 += block) {
+        uint32_t r1 = TD_MIN(r0 + block, rows);
+        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
+            for (uint32_t g0 = 0; g0 < job->groups; g0 += TD_CPU_GROUPS_CHUNK) {
+                uint32_t g1 = TD_MIN(g0 + TD_CPU_GROUPS_CHUNK, job->groups);
+                a16_unpack(job, p, g0, g1, s);
+#define CALL(row, tile) a16_big(job, s, p, g0, g1, row, tile)
+                ROW_TILES(r0, r1, TILE_ROWS, CALL);
+#undef CALL
+            }
+        }
+    }
+}
+
+static void product_bytes(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
+                          uint32_t panel_end)
+{
+    for (uint32_t p = panel_begin; p < panel_end; p += 2) {
+#define CALL(row, tile) bytes_small(job, p, row, tile)
+        SMALL_TILES(rows, CALL);
+#undef CALL
+    }
+}
+
+ALWAYS_INLINE void product_float(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
+                                 uint32_t panel_end, td_cpu_scratch_t *s, const td_cpu_form_t form)
+{
+    uint32_t block = block_rows(job->w, 4);
+
+    for (uint32_t r0 = 0; r0 < rows; r0 += block) {
+        uint32_t r1 = TD_MIN(r0 + block, rows);
+        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
+            for (uint32_t k0 = 0; k0 < job->w->inputs; k0 += TD_CPU_FLOATS_CHUNK) {
+                uint32_t k1 = TD_MIN(k0 + TD_CPU_FLOATS_CHUNK, job->w->inputs);
+                float_unpack(job, p, k0, k1, s, form);
+#define CALL(row, tile) float_big(job, s, p, k0, k1, row, tile)
+                ROW_TILES(r0, r1, FLOAT_ROWS, CALL);
+#undef CALL
+            }
+        }
+    }
+}
+
+/* One function each, so that the compiler allots registers to each on its own. */
+static __attribute__((noinline)) void product_f32(const product_job_t *job, uint32_t rows,
+                                                  uint32_t panel_begin, uint32_t panel_end,
+                                                  td_cpu_scratch_t *s)
+{
+    product_float(job, rows, panel_begin, panel_end, s, TD_CPU_F32);
+}
+
+static __attribute__((noinline)) void product_f16(const product_job_t *job, uint32_t rows,
+                                                  uint32_t panel_begin, uint32_t panel_end,
+                                                  td_cpu_scratch_t *s)
+{
+    product_float(job, rows, panel_begin, panel_end, s, TD_CPU_F16);
+}
+
+static __attribute__((noinline)) void product_bf16(const product_job_t *job, uint32_t rows,
+                                                   uint32_t panel_begin, uint32_t panel_end,
+                                                   td_cpu_scratch_t *s)
+{
+    product_float(job, rows, panel_begin, panel_end, s, TD_CPU_BF16);
+}
+
+void td_cpu_avx512_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows,
+                           float *y, uint32_t panel_begin, uint32_t panel_end,
+                           td_cpu_scratch_t *scratch)
+{
+    product_job_t job = {.w = w, .x = x, .y = y, .groups = w->inputs / TD_CPU_GROUP};
+
+    if (w->form >= TD_CPU_F32 && rows < TD_CPU_BIG_ROWS) {
+        /* A read of memory for each weight: wider vectors would win nothing. */
+        td_cpu_avx2_product(w, x, rows, y, panel_begin, panel_end, scratch);
+        return;
+    }
+    switch (w->form) {
+    case TD_CPU_NIBBLE_A8:
+        product_a8(&job, rows, panel_begin, panel_end, scratch);
+        break;
+    case TD_CPU_NIBBLE_A16:
+        product_a16(&job, rows, panel_begin, panel_end, scratch);
+        break;
+    case TD_CPU_BYTE_A16:
+        product_bytes(&job, rows, panel_begin, panel_end);
+        break;
+    case TD_CPU_F32:
+        product_f32(&job, rows, panel_begin, panel_end, scratch);
+        break;
+    case TD_CPU_F16:
+        product_f16(&job, rows, panel_begin, panel_end, scratch);
+        break;
+    case TD_CPU_BF16:
+        product_bf16(&job, rows, panel_begin, panel_end, scratch);
+        break;
+    }
+}
+#else
+typedef int td_cpu_avx512_empty_t; /* a translation unit needs a declaration */
+#endif

@@ -1,0 +1,65 @@
+/* td_cpu_avx512.h - small helpers of the AVX-512 files, which alone are compiled for AVX-512 F, BW,
+ * DQ, VL and VNNI. A vector holds a pair of panels: sixteen output rows. Threads: any. */
+#pragma once
+
+#include "common/model/cpu/td_cpu_avx2.h"
+
+#define AVX512_LANES 16u
+
+/** As in td_cpu_ops_t. */
+void td_cpu_avx512_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows,
+                           float *y, uint32_t panel_begin, uint32_t panel_end,
+                           td_cpu_scratch_t *scratch);
+void td_cpu_avx512_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
+
+ALWAYS_INLINE __m512i load_wide(const void *ptr)
+{
+    return _mm512_load_si512(ptr);
+}
+
+/** 32 bytes of each panel of a pair. */
+ALWAYS_INLINE __m512i load_pair(const uint8_t *first, const uint8_t *second)
+{
+    return _mm512_inserti64x4(_mm512_castsi256_si512(load_i(first)), load_i(second), 1);
+}
+
+/** Eight f16 of each panel of a pair. */
+ALWAYS_INLINE __m512 load_pair_f16(const uint8_t *first, const uint8_t *second)
+{
+    __m256i halves =
+        _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_load_si128((const __m128i *)first)),
+                                _mm_load_si128((const __m128i *)second), 1);
+    return _mm512_cvtph_ps(halves);
+}
+
+/** Four bytes in every 32-bit lane, unaligned. */
+ALWAYS_INLINE __m512i broadcast4_wide(const void *ptr)
+{
+    int32_t value = 0;
+    memcpy(&value, ptr, sizeof(value));
+    return _mm512_set1_epi32(value);
+}
+
+/** exp(x) as td_cpu_ops.h fixes it. */
+ALWAYS_INLINE __m512 avx512_exp(__m512 x)
+{
+    __m512 power;
+    __m512 whole;
+    __m512 rest;
+    __m512 poly = _mm512_set1_ps(TD_CPU_EXP_C6);
+    __m512i exponent;
+
+    x = _mm512_max_ps(x, _mm512_set1_ps(TD_CPU_EXP_MIN));
+    x = _mm512_min_ps(x, _mm512_set1_ps(TD_CPU_EXP_MAX));
+    power = _mm512_mul_ps(x, _mm512_set1_ps(TD_CPU_LOG2_E));
+    whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    rest = _mm512_sub_ps(power, whole);
+    poly = _mm512_fmadd_ps(poly, rest, _mm512_set1_ps(TD_CPU_EXP_C5));
+    poly = _mm512_fmadd_ps(poly, rest, _mm512_set1_ps(TD_CPU_EXP_C4));
+    poly = _mm512_fmadd_ps(poly, rest, _mm512_set1_ps(TD_CPU_EXP_C3));
+    poly = _mm512_fmadd_ps(poly, rest, _mm512_set1_ps(TD_CPU_EXP_C2));
+    poly = _mm512_fmadd_ps(poly, rest, _mm512_set1_ps(TD_CPU_EXP_C1));
+    poly = _mm512_fmadd_ps(poly, rest, _mm512_set1_ps(1.0f));
+    exponent = _mm512_add_epi32(_mm512_cvtps_epi32(whole), _mm512_set1_epi32(127));
+    return _mm512_mul_ps(poly, _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23)));
+}

@@ -1,0 +1,276 @@
+/* Attention for AVX-512. */
+#if defined(__x86_64__)
+#include "common/model/cpu/td_cpu_avx512.h"
+
+#include "common/base/td_base.h"
+
+#define FEW_QUERIES 9u /* below, more than half a vector of queries would be empty */
+#define FEW_TOGETHER 3 /* heads of a row that share converted keys and values */
+#define FEW_TOKENS 8u  /* scored at once: four vectors of two */
+#define FEW_MIX 4      /* vectors of a value */
+
+/* --- attention of many queries ---------------------------------------------------------------- */
+
+typedef __m512 vec_t;
+typedef __mmask16 vec_mask_t;
+#define VEC_LANES 16u
+#define VEC_MIX_QUERIES 6u
+#define vec_load _mm512_loadu_ps
+#define vec_store _mm512_storeu_ps
+#define vec_set1 _mm512_set1_ps
+#define vec_mul _mm512_mul_ps
+#define vec_add _mm512_add_ps
+#define vec_sub _mm512_sub_ps
+#define vec_fma _mm512_fmadd_ps
+#define vec_max _mm512_max_ps
+#define vec_exp avx512_exp
+#define vec_keep _mm512_maskz_mov_ps
+
+ALWAYS_INLINE vec_mask_t vec_above(const int32_t *reach, uint32_t token)
+{
+    return _mm512_cmpgt_epi32_mask(_mm512_loadu_si512(reach), _mm512_set1_epi32((int32_t)token));
+}
+
+ALWAYS_INLINE vec_t vec_select(vec_mask_t mask, vec_t then, vec_t otherwise)
+{
+    return _mm512_mask_mov_ps(otherwise, mask, then);
+}
+
+#include "common/model/cpu/td_cpu_attention_lanes.h"
+
+/* --- attention of few queries -------------------------------------------------------------------
+ * A lane is an element of the head. Keys and values are converted where they are used. */
+
+/* Rows t and t+1 of a key tile, eight elements each: the eight chains of two tokens. */
+ALWAYS_INLINE __m512 load_two_keys(const uint8_t *key, size_t row_bytes)
+{
+    __m128i first = _mm_loadu_si128((const __m128i *)(const void *)key);
+    __m128i second = _mm_loadu_si128((const __m128i *)(const void *)(key + row_bytes));
+    return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1));
+}
+
+/* The trees ((0+1)+(2+3))+((4+5)+(6+7)) of eight tokens' chains, two tokens a vector. */
+ALWAYS_INLINE __m256 add_chains(const __m512 a[4])
+{
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    __m512 pairs[2];
+    __m512 quads;
+    __m512 halves[2];
+
+    UNROLL(2)
+    for (uint32_t i = 0; i < 2; i++) {
+        pairs[i] = _mm512_add_ps(_mm512_shuffle_ps(a[2 * i], a[2 * i + 1], 0x88),
+                                 _mm512_shuffle_ps(a[2 * i], a[2 * i + 1], 0xDD));
+    }
+    quads = _mm512_add_ps(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88),
+                          _mm512_shuffle_ps(pairs[0], pairs[1], 0xDD));
+    /* 128-bit lanes of quads: low half of even tokens, high half, low half of odd ones, high half.
+     */
+    halves[0] = _mm512_shuffle_f32x4(quads, quads, 0x88);
+    halves[1] = _mm512_shuffle_f32x4(quads, quads, 0xDD);
+    return _mm256_permutevar8x32_ps(_mm512_castps512_ps256(_mm512_add_ps(halves[0], halves[1])),
+                                    order);
+}
+
+/* Eight elements of the head further, for the chains of eight tokens. begins: the chains' first. */
+ALWAYS_INLINE void score_few_step(const float *q, uint32_t head_dim, const uint8_t *keys,
+                                  __m512 a[FEW_TOGETHER][4], const bool begins,
+                                  const uint32_t queries)
+{
+    const size_t row_bytes = (size_t)head_dim * 2;
+    __m512 k[4];
+
+    UNROLL(4)
+    for (uint32_t p = 0; p < 4; p++) {
+        k[p] = load_two_keys(keys + 2 * p * row_bytes, row_bytes);
+    }
+    UNROLL(3)
+    for (uint32_t i = 0; i < queries; i++) {
+        __m512 qi = _mm512_broadcast_f32x8(_mm256_loadu_ps(q + (size_t)i * head_dim));
+        UNROLL(4)
+        for (uint32_t p = 0; p < 4; p++) {
+            a[i][p] = begins ? _mm512_mul_ps(qi, k[p]) : _mm512_fmadd_ps(qi, k[p], a[i][p]);
+        }
+    }
+}
+
+/* Scores of eight tokens for `queries` queries. Shape: scores [query][TD_CPU_TILE_TOKENS]. */
+ALWAYS_INLINE void score_few(const float *q, uint32_t head_dim, const uint8_t *keys,
+                             float (*scores)[TD_CPU_TILE_TOKENS], uint32_t t,
+                             const uint32_t queries)
+{
+    __m512 a[FEW_TOGETHER][4];
+
+    score_few_step(q, head_dim, keys, a, true, queries);
+    for (size_t d = 8; d < head_dim; d += 8) {
+        score_few_step(q + d, head_dim, keys + 2 * d, a, false, queries);
+    }
+    UNROLL(3)
+    for (uint32_t i = 0; i < queries; i++) {
+        _mm256_store_ps(scores[i] + t, add_chains(a[i]));
+    }
+}
+
+/* Turns a query's scores into weights, zero from `visible` on; answers by how much to rescale. */
+ALWAYS_INLINE float weigh_few(td_cpu_scratch_t *s, uint32_t i, float *scores, uint32_t visible)
+{
+    const __m512 masked = _mm512_set1_ps(TD_CPU_MASKED_SCORE);
+    const __mmask16 see[2] = {
+        (__mmask16)(visible >= 16 ? 0xffffu : (1u << visible) - 1),
+        (__mmask16)(visible >= 32  ? 0xffffu
+                    : visible > 16 ? (1u << (visible - 16)) - 1
+                                   : 0),
+    };
+    const __m512 score[2] = {_mm512_mask_loadu_ps(masked, see[0], scores),
+                             _mm512_mask_loadu_ps(masked, see[1], scores + 16)};
+    const float before = s->maxima[i];
+    const float largest = _mm512_reduce_max_ps(_mm512_max_ps(score[0], score[1]));
+    const float maximum = largest > before ? largest : before;
+    const float rescale = _mm256_cvtss_f32(avx2_exp(_mm256_set1_ps(before - maximum)));
+    __m256 sums = _mm256_setzero_ps();
+
+    UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) {
+        __m512 w = _mm512_maskz_mov_ps(
+            see[h], avx512_exp(_mm512_sub_ps(score[h], _mm512_set1_ps(maximum))));
+        _mm512_store_ps(scores + 16 * h, w);
+        sums = _mm256_add_ps(sums, _mm512_castps512_ps256(w));
+        sums = _mm256_add_ps(sums, _mm512_extractf32x8_ps(w, 1));
+    }
+    s->maxima[i] = maximum;
+    s->sums[i] = fmaf(s->sums[i], rescale, avx2_sum(sums));
+    return rescale;
+}
+
+/* out = out * rescale + sum of weights * values, over `vectors` vectors of the head. */
+ALWAYS_INLINE void mix_few(const float (*weights)[TD_CPU_TILE_TOKENS], const float *rescale,
+                           const uint8_t *const values[2], size_t row_bytes, uint32_t visible,
+                           float *out, size_t stride, const uint32_t queries,
+                           const uint32_t vectors, __mmask16 lanes)
+{
+    __m512 acc[FEW_TOGETHER][FEW_MIX];
+
+    UNROLL(3)
+    for (uint32_t i = 0; i < queries; i++) {
+        UNROLL(4)
+        for (uint32_t v = 0; v < vectors; v++) {
+            acc[i][v] = _mm512_mul_ps(_mm512_loadu_ps(out + i * stride + v * AVX512_LANES),
+                                      _mm512_set1_ps(rescale[i]));
+        }
+    }
+    for (uint32_t t = 0; t < visible; t++) {
+        const uint8_t *row = values[t / 16] + t % 16 * row_bytes;
+        __m512 value[FEW_MIX];
+        UNROLL(4)
+        for (uint32_t v = 0; v < vectors; v++) {
+            value[v] = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, row + v * 32));
+        }
+        UNROLL(3)
+        for (uint32_t i = 0; i < queries; i++) {
+            __m512 w = _mm512_set1_ps(weights[i][t]);
+            UNROLL(4)
+            for (uint32_t v = 0; v < vectors; v++) {
+                acc[i][v] = _mm512_fmadd_ps(w, value[v], acc[i][v]);
+            }
+        }
+    }
+    UNROLL(3)
+    for (uint32_t i = 0; i < queries; i++) {
+        UNROLL(4)
+        for (uint32_t v = 0; v < vectors; v++) {
+            _mm512_storeu_ps(out + i * stride + v * AVX512_LANES, acc[i][v]);
+        }
+    }
+}
+
+/* One tile for `queries` heads of one row, queries i and on. keys and values are those of the
+ * tile's first and second half, which may lie in different blocks. */
+ALWAYS_INLINE void attend_few(td_cpu_scratch_t *s, uint32_t head_dim, uint32_t i,
+                              const uint8_t *const keys[2], const uint8_t *const values[2],
+                              uint32_t visible, const uint32_t queries)
+{
+    _Alignas(64) float scores[FEW_TOGETHER][TD_CPU_TILE_TOKENS];
+    const size_t row_bytes = (size_t)head_dim * 2;
+    const size_t stride = td_cpu_output_stride(head_dim);
+    float *out = s->outputs + i * stride;
+    float rescale[FEW_TOGETHER];
+    uint32_t d = 0;
+
+    for (uint32_t t = 0; t < visible; t += FEW_TOKENS) {
+        score_few(s->queries + (size_t)i * head_dim, head_dim, keys[t / 16] + t % 16 * row_bytes,
+                  scores, t, queries);
+    }
+    UNROLL(3)
+    for (uint32_t h = 0; h < queries; h++) {
+        rescale[h] = weigh_few(s, i + h, scores[h], visible);
+    }
+    for (; d + FEW_MIX * AVX512_LANES <= head_dim; d += FEW_MIX * AVX512_LANES) {
+        const uint8_t *const at[2] = {values[0] + 2 * (size_t)d, values[1] + 2 * (size_t)d};
+        mix_few(scores, rescale, at, row_bytes, visible, out + d, stride, queries, FEW_MIX, 0xffff);
+    }
+    for (; d < head_dim; d += AVX512_LANES) {
+        const uint8_t *const at[2] = {values[0] + 2 * (size_t)d, values[1] + 2 * (size_t)d};
+        mix_few(scores, rescale, at, row_bytes, visible, out + d, stride, queries, 1,
+                head_dim - d >= AVX512_LANES ? 0xffff : 0xff);
+    }
+}
+
+static __attribute__((noinline)) void attend_few_3(td_cpu_scratch_t *s, uint32_t head_dim,
+                                                   uint32_t i, const uint8_t *const keys[2],
+                                                   const uint8_t *const values[2], uint32_t visible)
+{
+    attend_few(s, head_dim, i, keys, values, visible, 3);
+}
+
+static __attribute__((noinline)) void attend_few_1(td_cpu_scratch_t *s, uint32_t head_dim,
+                                                   uint32_t i, const uint8_t *const keys[2],
+                                                   const uint8_t *const values[2], uint32_t visible)
+{
+    attend_few(s, head_dim, i, keys, values, visible, 1);
+}
+
+static void attend_row(td_cpu_scratch_t *s, const td_cpu_attention_t *job, uint32_t row,
+                       const uint8_t *const keys[2], const uint8_t *const values[2],
+                       uint32_t visible)
+{
+    const uint32_t head_dim = job->kv->head_dim;
+    uint32_t i = row * job->group;
+
+    for (; i + FEW_TOGETHER <= (row + 1) * job->group; i += FEW_TOGETHER) {
+        attend_few_3(s, head_dim, i, keys, values, visible);
+    }
+    for (; i < (row + 1) * job->group; i++) {
+        attend_few_1(s, head_dim, i, keys, values, visible);
+    }
+}
+
+static void attend_few_rows(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin,
+                            uint32_t end)
+{
+    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
+        const uint32_t second = end - tile > 16 ? tile + 16 : tile; /* has a block */
+        const uint8_t *const keys[2] = {td_cpu_kv_at(job, false, tile),
+                                        td_cpu_kv_at(job, false, second)};
+        const uint8_t *const values[2] = {td_cpu_kv_at(job, true, tile),
+                                          td_cpu_kv_at(job, true, second)};
+        for (uint32_t row = 0; row < job->rows; row++) {
+            const uint32_t position = job->position + row;
+            if (position >= tile) {
+                attend_row(s, job, row, keys, values,
+                           TD_MIN(position + 1 - tile, TD_CPU_TILE_TOKENS));
+            }
+        }
+    }
+}
+
+void td_cpu_avx512_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
+{
+    static const td_cpu_span_ops_t few_ops = {td_cpu_avx2_begin_queries, attend_few_rows,
+                                              td_cpu_avx2_merge_part, td_cpu_avx2_finish};
+    bool few = job->rows * job->group < FEW_QUERIES;
+
+    td_cpu_attend_spans(few ? &few_ops : &lanes_ops, job, s);
+}
+#else
+typedef int td_cpu_avx512_attention_empty_t; /* a translation unit needs a declaration */
+#endif

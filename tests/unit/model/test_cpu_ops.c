@@ -1,0 +1,339 @@
+/* The arithmetic: every implementation that this CPU can run has the bits of the portable one (I1).
+ */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "tests/unit/model/test_model_tiny.h"
+
+static const td_gguf_type_t all_types[] = {TD_GGUF_F32,  TD_GGUF_F16,  TD_GGUF_BF16,
+                                           TD_GGUF_Q8_0, TD_GGUF_Q4_0, TD_GGUF_Q4_1};
+
+/* Calls check(ops) for each vector implementation that runs here. */
+static void for_each_vector_ops(void (*check)(const td_cpu_ops_t *ops))
+{
+    static const char *const names[] = {"avx2", "avx512"};
+    bool any = false;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(names); i++) {
+        const td_cpu_ops_t *ops = td_cpu_ops_find(names[i]);
+        if (ops == NULL) {
+            print_message("%s: not on this CPU\n", names[i]);
+            continue;
+        }
+        any = true;
+        check(ops);
+    }
+    if (!any) {
+        skip();
+    }
+}
+
+static void assert_same_bits(const float *a, const float *b, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (memcmp(a + i, b + i, sizeof(*a)) != 0) {
+            fail_msg("entry %zu differs: %.9g %.9g", i, (double)a[i], (double)b[i]);
+        }
+    }
+}
+
+static float random_float(uint64_t *state, float scale)
+{
+    *state = *state * 6364136223846793005ull + 1442695040888963407ull;
+    return (float)((double)(*state >> 11) * 0x1p-52 - 1.0) * scale;
+}
+
+static void test_f16_conversion_is_exact_and_rounds_to_even(void **state)
+{
+    (void)state;
+    for (uint32_t half = 0; half < 0x10000; half++) {
+        float value = td_cpu_f32_from_f16((uint16_t)half);
+        uint16_t back = td_cpu_f16_from_f32(value);
+        if ((half & 0x7c00) == 0x7c00 && (half & 0x3ff) != 0) {
+            assert_true(isnan(value));
+            assert_int_equal(back, half | 0x200);
+        } else {
+            assert_int_equal(back, half);
+        }
+    }
+    assert_int_equal(td_cpu_f16_from_f32(1.0f + 0x1p-11f), 0x3c00);     /* tie: down */
+    assert_int_equal(td_cpu_f16_from_f32(1.0f + 3 * 0x1p-11f), 0x3c02); /* tie: up */
+    assert_int_equal(td_cpu_f16_from_f32(1.0f + 0x1p-11f + 0x1p-20f), 0x3c01);
+    assert_int_equal(td_cpu_f16_from_f32(0x1p-25f), 0); /* tie: to zero */
+    assert_int_equal(td_cpu_f16_from_f32(0x1.8p-25f), 1);
+    assert_int_equal(td_cpu_f16_from_f32(65519.0f), 0x7bff);
+    assert_int_equal(td_cpu_f16_from_f32(65520.0f), 0x7c00);
+    assert_int_equal(td_cpu_f16_from_f32(-1e30f), 0xfc00);
+}
+
+enum { ROW_FLOATS = 4096, K_WIDE = 1824, ROWS_WIDE = 37, OUTPUTS_WIDE = 53 };
+
+static void row_operations_have_the_same_bits(const td_cpu_ops_t *v)
+{
+    static float x[ROW_FLOATS];
+    static float w[ROW_FLOATS];
+    static float a[ROW_FLOATS];
+    static float b[ROW_FLOATS];
+    static int16_t qa[ROW_FLOATS];
+    static int16_t qb[ROW_FLOATS];
+    static float scales[4][ROW_FLOATS / 32];
+    const td_cpu_ops_t *p = &td_cpu_portable_ops;
+    uint64_t seed = 1;
+
+    for (int round = 0; round < 8; round++) {
+        float scale = powf(10.0f, (float)(round * 3 - 12)); /* into subnormal halves and beyond */
+        for (int i = 0; i < ROW_FLOATS; i++) {
+            x[i] = i / 32 % 5 == 4 ? 0.0f : random_float(&seed, scale);
+            w[i] = random_float(&seed, 1.0f);
+        }
+        p->rms_norm(x, w, ROW_FLOATS, 1e-5f, a);
+        v->rms_norm(x, w, ROW_FLOATS, 1e-5f, b);
+        assert_same_bits(a, b, ROW_FLOATS);
+        memcpy(a, x, sizeof(a));
+        memcpy(b, x, sizeof(b));
+        p->swiglu(a, w, ROW_FLOATS);
+        v->swiglu(b, w, ROW_FLOATS);
+        assert_same_bits(a, b, ROW_FLOATS);
+        p->rotate(a, w, ROW_FLOATS);
+        v->rotate(b, w, ROW_FLOATS);
+        assert_same_bits(a, b, ROW_FLOATS);
+        p->add(a, w, ROW_FLOATS);
+        v->add(b, w, ROW_FLOATS);
+        assert_same_bits(a, b, ROW_FLOATS);
+        p->to_f16(x, (uint8_t *)qa, ROW_FLOATS);
+        v->to_f16(x, (uint8_t *)qb, ROW_FLOATS);
+        assert_memory_equal(qa, qb, sizeof(qa));
+        p->quantise16(x, ROW_FLOATS, TD_CPU_INT16_MAX, qa, scales[0], scales[1]);
+        v->quantise16(x, ROW_FLOATS, TD_CPU_INT16_MAX, qb, scales[2], scales[3]);
+        assert_memory_equal(qa, qb, sizeof(qa));
+        assert_memory_equal(scales[0], scales[2], 2 * sizeof(scales[0]));
+        p->quantise8(x, ROW_FLOATS, (int8_t *)qa, scales[0], scales[1]);
+        v->quantise8(x, ROW_FLOATS, (int8_t *)qb, scales[2], scales[3]);
+        assert_memory_equal(qa, qb, ROW_FLOATS);
+        assert_memory_equal(scales[0], scales[2], 2 * sizeof(scales[0]));
+    }
+}
+
+/* A product wide enough for several unpacked chunks, with narrow last panels. */
+static void product_both(const td_cpu_ops_t *v, td_gguf_type_t type, bool int8)
+{
+    static td_cpu_scratch_t scratch;
+    static float x[ROWS_WIDE * K_WIDE];
+    static int8_t q8[ROWS_WIDE * K_WIDE];
+    static int16_t q16[ROWS_WIDE * K_WIDE];
+    static float scales[4][ROWS_WIDE * K_WIDE / 32];
+    static float ya[ROWS_WIDE * OUTPUTS_WIDE];
+    static float yb[ROWS_WIDE * OUTPUTS_WIDE];
+    static const uint32_t row_counts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 23, ROWS_WIDE};
+    td_cpu_acts_t acts = {x, q8, scales[0], scales[1], q16, scales[2], scales[3]};
+    tiny_t bytes = {.random = 7};
+    double *values = calloc(K_WIDE * OUTPUTS_WIDE, sizeof(double));
+    td_gguf_tensor_t tensor = {
+        .name = "wide", .dim_count = 2, .dims = {K_WIDE, OUTPUTS_WIDE, 1, 1}, .type = type};
+    td_cpu_matrix_t w;
+
+    assert_non_null(values);
+    for (size_t i = 0; i < (size_t)K_WIDE * OUTPUTS_WIDE; i++) {
+        values[i] = tiny_random(&bytes);
+    }
+    tiny_put_values(&bytes, type, values, (size_t)K_WIDE * OUTPUTS_WIDE);
+    tensor.bytes = bytes.bytes;
+    tensor.byte_count = bytes.len;
+    assert_int_equal(td_cpu_pack(&tensor, int8, &w), TD_OK);
+    for (int i = 0; i < ROWS_WIDE * K_WIDE; i++) {
+        x[i] = random_float(&bytes.random, 3.0f);
+    }
+    td_cpu_portable_ops.quantise8(x, ROWS_WIDE * K_WIDE, q8, scales[0], scales[1]);
+    td_cpu_portable_ops.quantise16(x, ROWS_WIDE * K_WIDE, TD_CPU_INT16_MAX, q16, scales[2],
+                                   scales[3]);
+    td_cpu_portable_ops.product(&w, &acts, ROWS_WIDE, ya, 0, w.panels, &scratch);
+    for (size_t i = 0; i < TD_ARRAY_LEN(row_counts); i++) {
+        memset(yb, 0xff, sizeof(yb));
+        v->product(&w, &acts, row_counts[i], yb, 0, 2, &scratch);
+        v->product(&w, &acts, row_counts[i], yb, 2, w.panels, &scratch);
+        assert_same_bits(ya, yb, row_counts[i] * OUTPUTS_WIDE);
+    }
+    for (uint32_t o = 0; o < OUTPUTS_WIDE; o++) { /* unpacking gives the file's numbers */
+        td_cpu_unpack_row(&w, o, x);
+        for (uint32_t k = 0; k < K_WIDE; k++) {
+            double want = values[o * K_WIDE + k];
+            assert_true(fabs((double)x[k] - want) <= 1e-6 * fabs(want) + 1e-7);
+        }
+    }
+    td_cpu_matrix_fini(&w);
+    free(values);
+    free(bytes.bytes);
+}
+
+static void products_have_the_same_bits(const td_cpu_ops_t *v)
+{
+    for (size_t i = 0; i < TD_ARRAY_LEN(all_types); i++) {
+        product_both(v, all_types[i], true);
+        product_both(v, all_types[i], false);
+    }
+}
+
+/* --- attention ---------------------------------------------------------------------------------
+ */
+
+enum {
+    ATTENTION_TOKENS = 1200,
+    GROUP_MAX = 8,
+    HEAD_DIM_MAX = 128,
+    ATTENTION_KV_HEADS = 2,
+    SPANS_MAX = 3
+};
+
+/* Random keys and values in blocks out of order. What nobody may see is not a number, and the last
+ * visible value is infinite: it must reach the rows that see it, and only them. */
+static void fill_pool(const td_kv_layout_t *kv, uint8_t *pool, const uint32_t *blocks,
+                      uint32_t visible, uint64_t *seed)
+{
+    for (uint32_t t = 0; t < ATTENTION_TOKENS; t++) {
+        for (uint32_t h = 0; h < 2 * kv->kv_heads; h++) {
+            uint8_t *at = pool + blocks[t / kv->block_tokens] * td_kv_block_bytes(kv) +
+                          td_kv_offset(kv, 1, h % 2 == 1, h / 2, t % kv->block_tokens);
+            for (uint32_t d = 0; d < kv->head_dim; d++) {
+                uint16_t half = td_cpu_f16_from_f32(random_float(seed, 2.0f));
+                half = t >= visible ? 0x7e00 : t + 1 == visible && h % 2 == 1 ? 0x7c00 : half;
+                memcpy(at + 2 * d, &half, sizeof(half));
+            }
+        }
+    }
+}
+
+/* Every span on its own, the last one first; then each query's are merged. */
+static void attention_in_parts(const td_cpu_ops_t *v, td_cpu_attention_t job,
+                               td_cpu_scratch_t *scratch)
+{
+    static float parts[TD_CPU_TILE_ROWS * GROUP_MAX * SPANS_MAX * (HEAD_DIM_MAX + 16)];
+    const size_t part = td_cpu_part_stride(job.kv->head_dim);
+    const uint32_t spans = (job.position + job.rows - 1) / TD_CPU_SPAN_TOKENS + 1;
+
+    job.part_row_stride = spans * job.group * part;
+    for (uint32_t s = spans; s-- > 0;) {
+        job.begin = s * TD_CPU_SPAN_TOKENS;
+        job.end = job.begin + TD_CPU_SPAN_TOKENS;
+        job.parts = parts + s * job.group * part;
+        v->attention(&job, scratch);
+    }
+    for (uint32_t i = 0; i < job.rows * job.group; i++) {
+        const uint32_t row = i / job.group;
+        v->merge(parts + row * job.part_row_stride + i % job.group * part, job.group * part,
+                 (job.position + row) / TD_CPU_SPAN_TOKENS + 1, job.kv->head_dim,
+                 job.out + row * job.q_stride + i % job.group * job.kv->head_dim);
+    }
+}
+
+static void attention_both(const td_cpu_ops_t *v, const td_kv_layout_t *kv, uint32_t group,
+                           uint32_t rows, uint32_t position)
+{
+    static float q[TD_CPU_TILE_ROWS * GROUP_MAX * HEAD_DIM_MAX];
+    static float a[TD_CPU_TILE_ROWS * GROUP_MAX * HEAD_DIM_MAX];
+    static float b[TD_CPU_TILE_ROWS * GROUP_MAX * HEAD_DIM_MAX];
+    const uint32_t block_count = (ATTENTION_TOKENS + kv->block_tokens - 1) / kv->block_tokens;
+    const size_t stride = (size_t)group * kv->head_dim;
+    uint8_t *pool = td_calloc(block_count, td_kv_block_bytes(kv));
+    uint32_t blocks[ATTENTION_TOKENS / 16];
+    td_cpu_scratch_t *scratch = NULL;
+    uint64_t seed = 3;
+    td_cpu_attention_t job = {.pool = pool,
+                              .kv = kv,
+                              .blocks = blocks,
+                              .layer = 1,
+                              .kv_head = 1,
+                              .position = position,
+                              .rows = rows,
+                              .group = group,
+                              .scale = 0.25f,
+                              .q = q,
+                              .out = a,
+                              .q_stride = stride,
+                              .end = UINT32_MAX};
+
+    assert_non_null(pool);
+    assert_int_equal(td_cpu_scratch_create(kv->head_dim, group, &scratch), TD_OK);
+    for (uint32_t i = 0; i < block_count; i++) {
+        blocks[i] = (i * 7 + 3) % block_count;
+    }
+    fill_pool(kv, pool, blocks, position + rows, &seed);
+    for (size_t i = 0; i < rows * stride; i++) {
+        q[i] = random_float(&seed, 4.0f);
+    }
+    td_cpu_portable_ops.attention(&job, scratch);
+    job.out = b;
+    v->attention(&job, scratch);
+    assert_same_bits(a, b, rows * stride);
+    for (size_t i = 0; i < (rows - 1) * stride; i++) {
+        assert_true(isfinite(a[i]));
+    }
+    memset(b, 0xff, sizeof(b));
+    attention_in_parts(v, job, scratch);
+    assert_same_bits(a, b, rows * stride);
+    td_free(scratch);
+    td_free(pool);
+}
+
+static void attention_has_the_same_bits(const td_cpu_ops_t *v)
+{
+    static const uint32_t head_dims[] = {8, 16, 24, 64, 72, 128};
+    static const uint32_t groups[] = {1, 3, 8};
+    static const uint32_t row_counts[] = {1, 2, 3, 6, 11, 16};
+    static const uint32_t positions[] = {0, 1, 15, 31, 32, 90, 200, 506, 512, 1023};
+    td_kv_layout_t kv = {.layers = 2, .kv_heads = ATTENTION_KV_HEADS};
+
+    for (size_t d = 0; d < TD_ARRAY_LEN(head_dims); d++) {
+        kv.head_dim = head_dims[d];
+        kv.block_tokens = d % 2 == 0 ? 16 : 48;
+        for (size_t g = 0; g < TD_ARRAY_LEN(groups); g++) {
+            for (size_t r = 0; r < TD_ARRAY_LEN(row_counts); r++) {
+                for (size_t p = 0; p < TD_ARRAY_LEN(positions); p++) {
+                    if (positions[p] < 300 || (g + r + d) % 3 == 0) { /* long ones take long */
+                        attention_both(v, &kv, groups[g], row_counts[r], positions[p]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+static void test_row_operations_have_the_same_bits(void **state)
+{
+    (void)state;
+    for_each_vector_ops(row_operations_have_the_same_bits);
+}
+
+static void test_products_have_the_same_bits(void **state)
+{
+    (void)state;
+    for_each_vector_ops(products_have_the_same_bits);
+}
+
+static void test_attention_has_the_same_bits(void **state)
+{
+    (void)state;
+    for_each_vector_ops(attention_has_the_same_bits);
+}
+
+static void test_find_knows_its_names(void **state)
+{
+    (void)state;
+    assert_ptr_equal(td_cpu_ops_find("portable"), &td_cpu_portable_ops);
+    assert_non_null(td_cpu_ops_find(TD_CPU_OPS_BEST));
+    assert_null(td_cpu_ops_find("sse9"));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_f16_conversion_is_exact_and_rounds_to_even),
+        cmocka_unit_test(test_find_knows_its_names),
+        cmocka_unit_test(test_row_operations_have_the_same_bits),
+        cmocka_unit_test(test_products_have_the_same_bits),
+        cmocka_unit_test(test_attention_has_the_same_bits),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
