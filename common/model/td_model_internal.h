@@ -99,7 +99,9 @@ struct td_model {
 };
 
 /** The attention of a pass, of every layer and alone, for measuring it: queries are whatever the
- * last pass left, KV is read from the blocks, and the result goes nowhere. Errors: as
- * td_model_forward(). */
+ * last pass left, KV is read from the blocks, and the result goes nowhere. For chunks of a prompt
+ * only: a pass whose sequences have one segment each would also write KV.
+ *
+ * Errors: as td_model_forward(). */
 TD_MUST_CHECK td_status_t td_model_attention_only(td_model_t *model, uint8_t *pool_bytes,
                                                   const td_model_row_t *rows, uint32_t row_count);
