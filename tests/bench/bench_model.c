@@ -230,7 +230,7 @@ static bool measure_attention(model_bench_t *b)
 
 static size_t matrix_bytes(const td_cpu_matrix_t *matrix)
 {
-    return matrix->panels * matrix->panel_bytes;
+    return matrix->panels / 2 * matrix->pair_bytes;
 }
 
 /* What a pass over one token reads of the weights: everything but the embedding's other rows. */

@@ -11,6 +11,7 @@
 #define SMALL_ROWS 4 /* tile of the paths that unpack on the fly */
 #define BIG_ROWS 3   /* tile of the paths over unpacked panels: 3 x 2 accumulators */
 #define FLOAT_ROWS 6
+#define BIG_ROWS_MIN 16u    /* from here on unpacking panels first pays */
 #define PREFETCH_BYTES 2048 /* ahead of the one linear stream a thread reads */
 /* Activations of a block of rows stay in the L2 cache while all panels pass. */
 #define BLOCK_ACT_BYTES 294912u
@@ -22,6 +23,20 @@ typedef struct product_job {
     float *y;
     uint32_t groups;
 } product_job_t;
+
+/* Where a panel's first group or k lies: two panels alternate, vector by vector. */
+static inline const uint8_t *panel_at(const td_cpu_matrix_t *w, uint32_t panel,
+                                      uint32_t vector_bytes)
+{
+    return w->bytes + panel / 2 * w->pair_bytes + panel % 2 * vector_bytes;
+}
+
+/* Its scales or minima in a group. */
+static inline __m256 load_panel_f16(const uint8_t *group, uint32_t panel, uint32_t vector_bytes,
+                                    uint32_t at)
+{
+    return load_f16(group - panel % 2 * vector_bytes + at + panel % 2 * 16);
+}
 
 /* The last panels may be narrower than 8. */
 static inline uint32_t panel_lanes(const td_cpu_matrix_t *w, uint32_t panel)
@@ -52,13 +67,22 @@ ALWAYS_INLINE __m256 fma_scaled(__m256 sums, __m256 scale_w, const float *scale_
     return _mm256_fmadd_ps(sums, _mm256_mul_ps(scale_w, _mm256_broadcast_ss(scale_x)), acc);
 }
 
+/* The second panel of a pair finds in the cache what was read with the first. */
+ALWAYS_INLINE void prefetch_group(const uint8_t *w, const uint32_t lines)
+{
+    UNROLL(9)
+    for (uint32_t i = 0; i < lines; i++) {
+        _mm_prefetch((const char *)w + PREFETCH_BYTES + i * 64, _MM_HINT_T0);
+    }
+}
+
 /* --- 4-bit weights, int8 activations --------------------------------------------------------
  * maddubs: eight times 15 * 127 * 2 stays below 2^15, so int16 sums are exact. */
 
 ALWAYS_INLINE void a8_small(const product_job_t *job, uint32_t panel, uint32_t row,
                             const uint32_t tile)
 {
-    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
+    const uint8_t *w = panel_at(job->w, panel, 32);
     const size_t inputs = job->w->inputs;
     const size_t groups = job->groups;
     const int8_t *q = job->x->q8 + row * inputs;
@@ -75,17 +99,15 @@ ALWAYS_INLINE void a8_small(const product_job_t *job, uint32_t panel, uint32_t r
     }
     for (size_t g = 0; g < groups; g++, w += TD_CPU_NIBBLE_BYTES) {
         __m256i u[8];
-        _mm_prefetch((const char *)w + PREFETCH_BYTES, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + PREFETCH_BYTES + 64, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + PREFETCH_BYTES + 128, _MM_HINT_T0);
+        prefetch_group(w, 5);
         UNROLL(4)
         for (uint32_t j = 0; j < 4; j++) {
-            __m256i v = load_i(w + 32 * j);
+            __m256i v = load_i(w + 64 * j);
             u[j] = _mm256_and_si256(v, low);
             u[j + 4] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
         }
-        __m256 scale_w = load_f16(w + 128);
-        __m256 minimum = load_f16(w + 144);
+        __m256 scale_w = load_panel_f16(w, panel, 32, TD_CPU_NIBBLE_SCALES);
+        __m256 minimum = load_panel_f16(w, panel, 32, TD_CPU_NIBBLE_MINIMA);
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
             const int8_t *qm = q + m * inputs + g * TD_CPU_GROUP;
@@ -113,17 +135,18 @@ static void a8_unpack(const product_job_t *job, uint32_t panel, uint32_t begin, 
     const __m256i low = _mm256_set1_epi8(15);
 
     for (uint32_t h = 0; h < 2; h++) {
-        const uint8_t *w =
-            job->w->bytes + (panel + h) * job->w->panel_bytes + (size_t)begin * TD_CPU_NIBBLE_BYTES;
+        const uint8_t *w = panel_at(job->w, panel + h, 32) + (size_t)begin * TD_CPU_NIBBLE_BYTES;
         for (uint32_t g = 0; g < end - begin; g++, w += TD_CPU_NIBBLE_BYTES) {
             uint8_t *out = s->panels8 + (g * 16 + h) * 32;
             for (uint32_t j = 0; j < 4; j++) {
-                __m256i v = load_i(w + 32 * j);
+                __m256i v = load_i(w + 64 * j);
                 store_i(out + j * 64, _mm256_and_si256(v, low));
                 store_i(out + (j + 4) * 64, _mm256_and_si256(_mm256_srli_epi16(v, 4), low));
             }
-            _mm256_store_ps(s->scales + g * 16 + h * 8, load_f16(w + 128));
-            _mm256_store_ps(s->minima + g * 16 + h * 8, load_f16(w + 144));
+            _mm256_store_ps(s->scales + g * 16 + h * 8,
+                            load_panel_f16(w, h, 32, TD_CPU_NIBBLE_SCALES));
+            _mm256_store_ps(s->minima + g * 16 + h * 8,
+                            load_panel_f16(w, h, 32, TD_CPU_NIBBLE_MINIMA));
         }
     }
 }
@@ -192,7 +215,7 @@ ALWAYS_INLINE void a8_big(const product_job_t *job, const td_cpu_scratch_t *s, u
 ALWAYS_INLINE void a16_small(const product_job_t *job, uint32_t panel, uint32_t row,
                              const uint32_t tile)
 {
-    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
+    const uint8_t *w = panel_at(job->w, panel, 32);
     const size_t inputs = job->w->inputs;
     const size_t groups = job->groups;
     const int16_t *q = job->x->q16 + row * inputs;
@@ -208,12 +231,10 @@ ALWAYS_INLINE void a16_small(const product_job_t *job, uint32_t panel, uint32_t 
     }
     for (size_t g = 0; g < groups; g++, w += TD_CPU_NIBBLE_BYTES) {
         __m256i a[SMALL_ROWS];
-        _mm_prefetch((const char *)w + PREFETCH_BYTES, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + PREFETCH_BYTES + 64, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + PREFETCH_BYTES + 128, _MM_HINT_T0);
+        prefetch_group(w, 5);
         UNROLL(4)
         for (uint32_t j = 0; j < 4; j++) {
-            __m256i v = load_i(w + 32 * j);
+            __m256i v = load_i(w + 64 * j);
             UNROLL(4)
             for (uint32_t t = 0; t < 4; t++) {
                 __m256i u = t == 3 ? _mm256_srli_epi16(v, 12)
@@ -226,8 +247,8 @@ ALWAYS_INLINE void a16_small(const product_job_t *job, uint32_t panel, uint32_t 
                 }
             }
         }
-        __m256 scale_w = load_f16(w + 128);
-        __m256 minimum = load_f16(w + 144);
+        __m256 scale_w = load_panel_f16(w, panel, 32, TD_CPU_NIBBLE_SCALES);
+        __m256 minimum = load_panel_f16(w, panel, 32, TD_CPU_NIBBLE_MINIMA);
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
             acc[m] = fma_scaled(_mm256_cvtepi32_ps(a[m]), scale_w, scale + m * groups + g, acc[m]);
@@ -247,19 +268,20 @@ static void a16_unpack(const product_job_t *job, uint32_t panel, uint32_t begin,
     const __m256i low = _mm256_set1_epi16(15);
 
     for (uint32_t h = 0; h < 2; h++) {
-        const uint8_t *w =
-            job->w->bytes + (panel + h) * job->w->panel_bytes + (size_t)begin * TD_CPU_NIBBLE_BYTES;
+        const uint8_t *w = panel_at(job->w, panel + h, 32) + (size_t)begin * TD_CPU_NIBBLE_BYTES;
         for (uint32_t g = 0; g < end - begin; g++, w += TD_CPU_NIBBLE_BYTES) {
             uint8_t *out = s->panels16 + (g * 32 + h) * 32;
             for (uint32_t j = 0; j < 4; j++) {
-                __m256i v = load_i(w + 32 * j);
+                __m256i v = load_i(w + 64 * j);
                 for (uint32_t t = 0; t < 4; t++) {
                     store_i(out + (j * 4 + t) * 64, _mm256_and_si256(v, low));
                     v = _mm256_srli_epi16(v, 4);
                 }
             }
-            _mm256_store_ps(s->scales + g * 16 + h * 8, load_f16(w + 128));
-            _mm256_store_ps(s->minima + g * 16 + h * 8, load_f16(w + 144));
+            _mm256_store_ps(s->scales + g * 16 + h * 8,
+                            load_panel_f16(w, h, 32, TD_CPU_NIBBLE_SCALES));
+            _mm256_store_ps(s->minima + g * 16 + h * 8,
+                            load_panel_f16(w, h, 32, TD_CPU_NIBBLE_MINIMA));
         }
     }
 }
@@ -326,7 +348,7 @@ ALWAYS_INLINE void a16_big(const product_job_t *job, const td_cpu_scratch_t *s, 
 ALWAYS_INLINE void bytes_small(const product_job_t *job, uint32_t panel, uint32_t row,
                                const uint32_t tile)
 {
-    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
+    const uint8_t *w = panel_at(job->w, panel, 16);
     const size_t inputs = job->w->inputs;
     const size_t groups = job->groups;
     const int16_t *q = job->x->q16 + row * inputs;
@@ -340,13 +362,10 @@ ALWAYS_INLINE void bytes_small(const product_job_t *job, uint32_t panel, uint32_
     }
     for (size_t g = 0; g < groups; g++, w += TD_CPU_BYTE_BYTES) {
         __m256i a[SMALL_ROWS];
-        UNROLL(5)
-        for (uint32_t z = 0; z < 5; z++) {
-            _mm_prefetch((const char *)w + PREFETCH_BYTES + 128 + z * 64, _MM_HINT_T0);
-        }
+        prefetch_group(w, 9);
         UNROLL(16)
         for (uint32_t j = 0; j < 16; j++) {
-            __m256i u = _mm256_cvtepi8_epi16(_mm_load_si128((const __m128i *)(w + 16 * j)));
+            __m256i u = _mm256_cvtepi8_epi16(_mm_load_si128((const __m128i *)(w + 32 * j)));
             UNROLL(8)
             for (uint32_t m = 0; m < tile; m++) {
                 __m256i p =
@@ -354,7 +373,7 @@ ALWAYS_INLINE void bytes_small(const product_job_t *job, uint32_t panel, uint32_
                 a[m] = j == 0 ? p : _mm256_add_epi32(a[m], p);
             }
         }
-        __m256 scale_w = load_f16(w + 256);
+        __m256 scale_w = load_panel_f16(w, panel, 16, TD_CPU_BYTE_SCALES);
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
             acc[m] = fma_scaled(_mm256_cvtepi32_ps(a[m]), scale_w, scale + m * groups + g, acc[m]);
@@ -369,24 +388,25 @@ ALWAYS_INLINE void bytes_small(const product_job_t *job, uint32_t panel, uint32_
 
 /* --- float weights and activations ---------------------------------------------------------- */
 
-ALWAYS_INLINE __m256 load_float(const uint8_t *panel, size_t k, const td_cpu_form_t form)
+/* Eight weights of one k: those of a pair's first panel (h 0) or second one (h 1). */
+ALWAYS_INLINE __m256 load_float(const uint8_t *pair, size_t k, const uint32_t h,
+                                const td_cpu_form_t form)
 {
     if (form == TD_CPU_F32) {
-        return _mm256_load_ps((const float *)(const void *)(panel + k * 32));
+        return _mm256_load_ps((const float *)(const void *)(pair + k * 64 + h * 32));
     }
     if (form == TD_CPU_F16) {
-        return load_f16(panel + k * 16);
+        return load_f16(pair + k * 32 + h * 16);
     }
     return _mm256_castsi256_ps(_mm256_slli_epi32(
-        _mm256_cvtepu16_epi32(_mm_load_si128((const __m128i *)(panel + k * 16))), 16));
+        _mm256_cvtepu16_epi32(_mm_load_si128((const __m128i *)(pair + k * 32 + h * 16))), 16));
 }
 
 /* One chain a lane has a latency of 4 at each k, so two panels run side by side. */
 ALWAYS_INLINE void float_small(const product_job_t *job, uint32_t panel, uint32_t row,
                                const uint32_t tile, const td_cpu_form_t form)
 {
-    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
-    const uint8_t *w1 = w + job->w->panel_bytes;
+    const uint8_t *w = panel_at(job->w, panel, 0);
     const size_t inputs = job->w->inputs;
     const float *x = job->x->f32 + row * inputs;
     float *y = job->y + row * (size_t)job->w->outputs + panel * TD_CPU_PANEL;
@@ -398,8 +418,8 @@ ALWAYS_INLINE void float_small(const product_job_t *job, uint32_t panel, uint32_
         acc[m][0] = acc[m][1] = _mm256_setzero_ps();
     }
     for (size_t k = 0; k < inputs; k++) {
-        __m256 f0 = load_float(w, k, form);
-        __m256 f1 = load_float(w1, k, form);
+        __m256 f0 = load_float(w, k, 0, form);
+        __m256 f1 = load_float(w, k, 1, form);
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
             __m256 xm = _mm256_broadcast_ss(x + m * inputs + k);
@@ -420,9 +440,9 @@ ALWAYS_INLINE void float_unpack(const product_job_t *job, uint32_t panel, uint32
                                 uint32_t end, td_cpu_scratch_t *s, const td_cpu_form_t form)
 {
     for (uint32_t h = 0; h < 2; h++) {
-        const uint8_t *w = job->w->bytes + (panel + h) * job->w->panel_bytes;
+        const uint8_t *w = panel_at(job->w, panel, 0);
         for (size_t k = begin; k < end; k++) {
-            _mm256_store_ps(s->panels32 + (k - begin) * 16 + h * 8, load_float(w, k, form));
+            _mm256_store_ps(s->panels32 + (k - begin) * 16 + h * 8, load_float(w, k, h, form));
         }
     }
 }
@@ -507,7 +527,7 @@ static void product_a8(const product_job_t *job, uint32_t rows, uint32_t panel_b
 {
     uint32_t block = block_rows(job->w, 1);
 
-    if (rows < TD_CPU_BIG_ROWS) {
+    if (rows < BIG_ROWS_MIN) {
         for (uint32_t p = panel_begin; p < panel_end; p++) {
 #define CALL(row, tile) a8_small(job, p, row, tile)
             SMALL_TILES(0, rows, CALL);
@@ -534,7 +554,7 @@ static void product_a16(const product_job_t *job, uint32_t rows, uint32_t panel_
 {
     uint32_t block = block_rows(job->w, 2);
 
-    if (rows < TD_CPU_BIG_ROWS) {
+    if (rows < BIG_ROWS_MIN) {
         for (uint32_t p = panel_begin; p < panel_end; p++) {
 #define CALL(row, tile) a16_small(job, p, row, tile)
             SMALL_TILES(0, rows, CALL);
@@ -571,7 +591,7 @@ ALWAYS_INLINE void product_float(const product_job_t *job, uint32_t rows, uint32
 {
     uint32_t block = block_rows(job->w, 4);
 
-    if (rows < TD_CPU_BIG_ROWS) {
+    if (rows < BIG_ROWS_MIN) {
         for (uint32_t p = panel_begin; p < panel_end; p += 2) {
 #define CALL(row, tile) float_small(job, p, row, tile, form)
             SMALL_TILES(0, rows, CALL);

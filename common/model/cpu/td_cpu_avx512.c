@@ -9,7 +9,8 @@
 
 #define TILE_ROWS 8 /* 8 sums and 8 chains beside a vector of weights, or 8 of unpacked ones */
 #define FLOAT_ROWS 12
-#define PREFETCH_BYTES 2048 /* ahead of the linear stream of each panel */
+#define BIG_ROWS_MIN 17u    /* from here on unpacking panels first pays */
+#define PREFETCH_BYTES 4096 /* ahead of the one linear stream a thread reads */
 /* Activations of a block of rows stay in the L2 cache while all panels pass. */
 #define BLOCK_ACT_BYTES 589824u
 #define BLOCK_ROWS_MIN 32u
@@ -74,7 +75,7 @@ ALWAYS_INLINE __m512 chain_minimum(__m512 minimum, const float *sum_x, __m512 ac
 
 ALWAYS_INLINE void prefetch_group(const uint8_t *w, const uint32_t lines)
 {
-    UNROLL(5)
+    UNROLL(9)
     for (uint32_t i = 0; i < lines; i++) {
         _mm_prefetch((const char *)w + PREFETCH_BYTES + i * 64, _MM_HINT_T0);
     }
@@ -110,8 +111,7 @@ ALWAYS_INLINE void load_rows(const product_job_t *job, uint32_t panel, uint32_t 
 ALWAYS_INLINE void a8_small(const product_job_t *job, uint32_t panel, uint32_t row,
                             const uint32_t tile)
 {
-    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
-    const uint8_t *w1 = w + job->w->panel_bytes;
+    const uint8_t *w = job->w->bytes + panel / 2 * job->w->pair_bytes;
     const act_rows_t x = acts8(job, row, 0);
     const __m512i low = _mm512_set1_epi8(15);
     __m512 acc[TILE_ROWS];
@@ -120,18 +120,17 @@ ALWAYS_INLINE void a8_small(const product_job_t *job, uint32_t panel, uint32_t r
     for (uint32_t m = 0; m < tile; m++) {
         acc[m] = _mm512_setzero_ps();
     }
-    for (size_t g = 0; g < x.groups; g++, w += TD_CPU_NIBBLE_BYTES, w1 += TD_CPU_NIBBLE_BYTES) {
+    for (size_t g = 0; g < x.groups; g++, w += TD_CPU_NIBBLE_BYTES) {
         __m512i u[8];
-        prefetch_group(w, 3);
-        prefetch_group(w1, 3);
+        prefetch_group(w, 5);
         UNROLL(4)
         for (uint32_t j = 0; j < 4; j++) {
-            __m512i v = load_pair(w + 32 * j, w1 + 32 * j);
+            __m512i v = load_wide(w + 64 * j);
             u[j] = _mm512_and_si512(v, low);
             u[j + 4] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
         }
-        const __m512 scale_w = load_pair_f16(w + 128, w1 + 128);
-        const __m512 minimum = load_pair_f16(w + 144, w1 + 144);
+        const __m512 scale_w = load_f16_wide(w + TD_CPU_NIBBLE_SCALES);
+        const __m512 minimum = load_f16_wide(w + TD_CPU_NIBBLE_MINIMA);
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
             const uint8_t *q = x.q + m * x.q_stride + g * TD_CPU_GROUP;
@@ -153,20 +152,19 @@ static void a8_unpack(const product_job_t *job, uint32_t panel, uint32_t begin, 
 {
     const __m512i low = _mm512_set1_epi8(15);
     const uint8_t *w =
-        job->w->bytes + panel * job->w->panel_bytes + (size_t)begin * TD_CPU_NIBBLE_BYTES;
-    const uint8_t *w1 = w + job->w->panel_bytes;
+        job->w->bytes + panel / 2 * job->w->pair_bytes + (size_t)begin * TD_CPU_NIBBLE_BYTES;
 
-    for (uint32_t g = 0; g < end - begin;
-         g++, w += TD_CPU_NIBBLE_BYTES, w1 += TD_CPU_NIBBLE_BYTES) {
+    for (uint32_t g = 0; g < end - begin; g++, w += TD_CPU_NIBBLE_BYTES) {
         uint8_t *out = s->panels8 + g * 512;
+        prefetch_group(w, 5);
         UNROLL(4)
         for (uint32_t j = 0; j < 4; j++) {
-            __m512i v = load_pair(w + 32 * j, w1 + 32 * j);
+            __m512i v = load_wide(w + 64 * j);
             _mm512_store_si512(out + j * 64, _mm512_and_si512(v, low));
             _mm512_store_si512(out + (j + 4) * 64, _mm512_and_si512(_mm512_srli_epi16(v, 4), low));
         }
-        _mm512_store_ps(s->scales + g * 16, load_pair_f16(w + 128, w1 + 128));
-        _mm512_store_ps(s->minima + g * 16, load_pair_f16(w + 144, w1 + 144));
+        _mm512_store_ps(s->scales + g * 16, load_f16_wide(w + TD_CPU_NIBBLE_SCALES));
+        _mm512_store_ps(s->minima + g * 16, load_f16_wide(w + TD_CPU_NIBBLE_MINIMA));
     }
 }
 
@@ -205,8 +203,7 @@ ALWAYS_INLINE void a8_big(const product_job_t *job, const td_cpu_scratch_t *s, u
 ALWAYS_INLINE void a16_small(const product_job_t *job, uint32_t panel, uint32_t row,
                              const uint32_t tile)
 {
-    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
-    const uint8_t *w1 = w + job->w->panel_bytes;
+    const uint8_t *w = job->w->bytes + panel / 2 * job->w->pair_bytes;
     const act_rows_t x = acts16(job, row, 0);
     const __m512i low = _mm512_set1_epi16(15);
     __m512 acc[TILE_ROWS];
@@ -215,13 +212,12 @@ ALWAYS_INLINE void a16_small(const product_job_t *job, uint32_t panel, uint32_t 
     for (uint32_t m = 0; m < tile; m++) {
         acc[m] = _mm512_setzero_ps();
     }
-    for (size_t g = 0; g < x.groups; g++, w += TD_CPU_NIBBLE_BYTES, w1 += TD_CPU_NIBBLE_BYTES) {
+    for (size_t g = 0; g < x.groups; g++, w += TD_CPU_NIBBLE_BYTES) {
         __m512i a[TILE_ROWS];
-        prefetch_group(w, 3);
-        prefetch_group(w1, 3);
+        prefetch_group(w, 5);
         UNROLL(4)
         for (uint32_t j = 0; j < 4; j++) {
-            __m512i v = load_pair(w + 32 * j, w1 + 32 * j);
+            __m512i v = load_wide(w + 64 * j);
             UNROLL(4)
             for (uint32_t t = 0; t < 4; t++) {
                 const __m512i u = t == 3
@@ -235,8 +231,8 @@ ALWAYS_INLINE void a16_small(const product_job_t *job, uint32_t panel, uint32_t 
                 }
             }
         }
-        const __m512 scale_w = load_pair_f16(w + 128, w1 + 128);
-        const __m512 minimum = load_pair_f16(w + 144, w1 + 144);
+        const __m512 scale_w = load_f16_wide(w + TD_CPU_NIBBLE_SCALES);
+        const __m512 minimum = load_f16_wide(w + TD_CPU_NIBBLE_MINIMA);
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
             acc[m] = chain_scaled(a[m], scale_w, x.scale + m * x.groups + g, acc[m]);
@@ -251,23 +247,22 @@ static void a16_unpack(const product_job_t *job, uint32_t panel, uint32_t begin,
 {
     const __m512i low = _mm512_set1_epi16(15);
     const uint8_t *w =
-        job->w->bytes + panel * job->w->panel_bytes + (size_t)begin * TD_CPU_NIBBLE_BYTES;
-    const uint8_t *w1 = w + job->w->panel_bytes;
+        job->w->bytes + panel / 2 * job->w->pair_bytes + (size_t)begin * TD_CPU_NIBBLE_BYTES;
 
-    for (uint32_t g = 0; g < end - begin;
-         g++, w += TD_CPU_NIBBLE_BYTES, w1 += TD_CPU_NIBBLE_BYTES) {
+    for (uint32_t g = 0; g < end - begin; g++, w += TD_CPU_NIBBLE_BYTES) {
         uint8_t *out = s->panels16 + g * 1024;
+        prefetch_group(w, 5);
         UNROLL(4)
         for (uint32_t j = 0; j < 4; j++) {
-            __m512i v = load_pair(w + 32 * j, w1 + 32 * j);
+            __m512i v = load_wide(w + 64 * j);
             UNROLL(4)
             for (uint32_t t = 0; t < 4; t++) {
                 _mm512_store_si512(out + (j * 4 + t) * 64, _mm512_and_si512(v, low));
                 v = _mm512_srli_epi16(v, 4);
             }
         }
-        _mm512_store_ps(s->scales + g * 16, load_pair_f16(w + 128, w1 + 128));
-        _mm512_store_ps(s->minima + g * 16, load_pair_f16(w + 144, w1 + 144));
+        _mm512_store_ps(s->scales + g * 16, load_f16_wide(w + TD_CPU_NIBBLE_SCALES));
+        _mm512_store_ps(s->minima + g * 16, load_f16_wide(w + TD_CPU_NIBBLE_MINIMA));
     }
 }
 
@@ -306,8 +301,7 @@ ALWAYS_INLINE void a16_big(const product_job_t *job, const td_cpu_scratch_t *s, 
 ALWAYS_INLINE void bytes_small(const product_job_t *job, uint32_t panel, uint32_t row,
                                const uint32_t tile)
 {
-    const uint8_t *w = job->w->bytes + panel * job->w->panel_bytes;
-    const uint8_t *w1 = w + job->w->panel_bytes;
+    const uint8_t *w = job->w->bytes + panel / 2 * job->w->pair_bytes;
     const act_rows_t x = acts16(job, row, 0);
     __m512 acc[TILE_ROWS];
 
@@ -315,23 +309,19 @@ ALWAYS_INLINE void bytes_small(const product_job_t *job, uint32_t panel, uint32_
     for (uint32_t m = 0; m < tile; m++) {
         acc[m] = _mm512_setzero_ps();
     }
-    for (size_t g = 0; g < x.groups; g++, w += TD_CPU_BYTE_BYTES, w1 += TD_CPU_BYTE_BYTES) {
+    for (size_t g = 0; g < x.groups; g++, w += TD_CPU_BYTE_BYTES) {
         __m512i a[TILE_ROWS];
-        prefetch_group(w, 5);
-        prefetch_group(w1, 5);
+        prefetch_group(w, 9);
         UNROLL(16)
         for (uint32_t j = 0; j < 16; j++) {
-            const __m256i pair = _mm256_inserti128_si256(
-                _mm256_castsi128_si256(_mm_load_si128((const __m128i *)(w + 16 * j))),
-                _mm_load_si128((const __m128i *)(w1 + 16 * j)), 1);
-            const __m512i u = _mm512_cvtepi8_epi16(pair);
+            const __m512i u = _mm512_cvtepi8_epi16(load_i(w + 32 * j));
             UNROLL(8)
             for (uint32_t m = 0; m < tile; m++) {
                 a[m] = _mm512_dpwssd_epi32(j == 0 ? _mm512_setzero_si512() : a[m], u,
                                            broadcast4_wide(x.q + m * x.q_stride + g * 64 + 4 * j));
             }
         }
-        const __m512 scale_w = load_pair_f16(w + 256, w1 + 256);
+        const __m512 scale_w = load_f16_wide(w + TD_CPU_BYTE_SCALES);
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
             acc[m] = chain_scaled(a[m], scale_w, x.scale + m * x.groups + g, acc[m]);
@@ -346,20 +336,19 @@ ALWAYS_INLINE void bytes_small(const product_job_t *job, uint32_t panel, uint32_
 ALWAYS_INLINE void float_unpack(const product_job_t *job, uint32_t panel, uint32_t begin,
                                 uint32_t end, td_cpu_scratch_t *s, const td_cpu_form_t form)
 {
-    for (uint32_t h = 0; h < 2; h++) {
-        const uint8_t *w = job->w->bytes + (panel + h) * job->w->panel_bytes;
-        for (size_t k = begin; k < end; k++) {
-            __m256 value;
-            if (form == TD_CPU_F32) {
-                value = _mm256_load_ps((const float *)(const void *)(w + k * 32));
-            } else if (form == TD_CPU_F16) {
-                value = load_f16(w + k * 16);
-            } else {
-                value = _mm256_castsi256_ps(_mm256_slli_epi32(
-                    _mm256_cvtepu16_epi32(_mm_load_si128((const __m128i *)(w + k * 16))), 16));
-            }
-            _mm256_store_ps(s->panels32 + (k - begin) * 16 + h * 8, value);
+    const uint8_t *w = job->w->bytes + panel / 2 * job->w->pair_bytes;
+
+    for (size_t k = begin; k < end; k++) {
+        __m512 value;
+        if (form == TD_CPU_F32) {
+            value = _mm512_load_ps(w + k * 64);
+        } else if (form == TD_CPU_F16) {
+            value = load_f16_wide(w + k * 32);
+        } else {
+            value = _mm512_castsi512_ps(
+                _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_i(w + k * 32)), 16));
         }
+        _mm512_store_ps(s->panels32 + (k - begin) * 16, value);
     }
 }
 
@@ -448,7 +437,7 @@ static void product_a8(const product_job_t *job, uint32_t rows, uint32_t panel_b
 {
     uint32_t block = block_rows(job->w, 1);
 
-    if (rows < TD_CPU_BIG_ROWS) {
+    if (rows < BIG_ROWS_MIN) {
         for (uint32_t p = panel_begin; p < panel_end; p += 2) {
 #define CALL(row, tile) a8_small(job, p, row, tile)
             SMALL_TILES(rows, CALL);
@@ -475,7 +464,7 @@ static void product_a16(const product_job_t *job, uint32_t rows, uint32_t panel_
 {
     uint32_t block = block_rows(job->w, 2);
 
-    if (rows < TD_CPU_BIG_ROWS) {
+    if (rows < BIG_ROWS_MIN) {
         for (uint32_t p = panel_begin; p < panel_end; p += 2) {
 #define CALL(row, tile) a16_small(job, p, row, tile)
             SMALL_TILES(rows, CALL);
@@ -554,7 +543,7 @@ void td_cpu_avx512_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uin
 {
     product_job_t job = {.w = w, .x = x, .y = y, .groups = w->inputs / TD_CPU_GROUP};
 
-    if (w->form >= TD_CPU_F32 && rows < TD_CPU_BIG_ROWS) {
+    if (w->form >= TD_CPU_F32 && rows < BIG_ROWS_MIN) {
         /* A read of memory for each weight: wider vectors would win nothing. */
         td_cpu_avx2_product(w, x, rows, y, panel_begin, panel_end, scratch);
         return;

@@ -17,19 +17,10 @@ ALWAYS_INLINE __m512i load_wide(const void *ptr)
     return _mm512_load_si512(ptr);
 }
 
-/** 32 bytes of each panel of a pair. */
-ALWAYS_INLINE __m512i load_pair(const uint8_t *first, const uint8_t *second)
+/** Sixteen f16. */
+ALWAYS_INLINE __m512 load_f16_wide(const uint8_t *ptr)
 {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(load_i(first)), load_i(second), 1);
-}
-
-/** Eight f16 of each panel of a pair. */
-ALWAYS_INLINE __m512 load_pair_f16(const uint8_t *first, const uint8_t *second)
-{
-    __m256i halves =
-        _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_load_si128((const __m128i *)first)),
-                                _mm_load_si128((const __m128i *)second), 1);
-    return _mm512_cvtph_ps(halves);
+    return _mm512_cvtph_ps(load_i(ptr));
 }
 
 /** Four bytes in every 32-bit lane, unaligned. */

@@ -244,15 +244,32 @@ static void attend_row(td_cpu_scratch_t *s, const td_cpu_attention_t *job, uint3
     }
 }
 
+/* Keys or values from a position on, of up to one tile: blocks lie anywhere, which no hardware
+ * foresees. */
+static void prefetch_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t end)
+{
+    const size_t row_bytes = (size_t)job->kv->head_dim * 2;
+
+    for (uint32_t t = tile; t < end && t < tile + TD_CPU_TILE_TOKENS; t += 16) {
+        const char *run = (const char *)td_cpu_kv_at(job, is_v, t);
+        for (size_t at = 0; at < TD_MIN(16u, end - t) * row_bytes; at += TD_CACHE_LINE_BYTES) {
+            _mm_prefetch(run + at, _MM_HINT_T0);
+        }
+    }
+}
+
 static void attend_few_rows(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin,
                             uint32_t end)
 {
+    prefetch_tile(job, false, begin, end);
     for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
         const uint32_t second = end - tile > 16 ? tile + 16 : tile; /* has a block */
         const uint8_t *const keys[2] = {td_cpu_kv_at(job, false, tile),
                                         td_cpu_kv_at(job, false, second)};
         const uint8_t *const values[2] = {td_cpu_kv_at(job, true, tile),
                                           td_cpu_kv_at(job, true, second)};
+        prefetch_tile(job, true, tile, end);
+        prefetch_tile(job, false, tile + TD_CPU_TILE_TOKENS, end);
         for (uint32_t row = 0; row < job->rows; row++) {
             const uint32_t position = job->position + row;
             if (position >= tile) {

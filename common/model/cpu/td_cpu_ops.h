@@ -16,16 +16,20 @@
 
 #define TD_CPU_GROUP 32u /* weights that share a scale */
 #define TD_CPU_PANEL 8u  /* output rows of a panel: one vector lane each */
-#define TD_CPU_NIBBLE_BYTES                                                                        \
-    160                       /* a group of a panel: 128 nibble bytes, 8 f16 scales, 8 f16 minima */
-#define TD_CPU_BYTE_BYTES 272 /* a group of a panel: 256 weight bytes, 8 f16 scales */
+#define TD_CPU_PAIR 16u  /* output rows of a pair of panels, which lies together */
+/* A group of a pair: 256 nibble bytes, 16 f16 scales, 16 f16 minima. */
+#define TD_CPU_NIBBLE_BYTES 320
+#define TD_CPU_NIBBLE_SCALES 256
+#define TD_CPU_NIBBLE_MINIMA 288
+/* A group of a pair: 512 weight bytes, 16 f16 scales. */
+#define TD_CPU_BYTE_BYTES 544
+#define TD_CPU_BYTE_SCALES 512
 #define TD_CPU_TILE_TOKENS 32u   /* an attention tile; starts at multiples of itself */
 #define TD_CPU_SPAN_TOKENS 512u  /* a softmax of its own; starts at multiples of itself */
 #define TD_CPU_TILE_ROWS 16u     /* rows of one sequence that share a tile */
 #define TD_CPU_LANES_MAX 16u     /* of the longest vector */
 #define TD_CPU_GROUPS_CHUNK 24u  /* groups unpacked at once: two panels in L1 */
 #define TD_CPU_FLOATS_CHUNK 512u /* k of float panels converted at once: 32 KB */
-#define TD_CPU_BIG_ROWS 16u      /* from here on unpacking panels first pays */
 #define TD_CPU_INT8_MAX 127
 #define TD_CPU_INT16_MAX 32767
 
@@ -40,14 +44,14 @@ typedef enum td_cpu_form {
 } td_cpu_form_t;
 
 /** A weight matrix in panels of 8 output rows, outputs padded with zero rows to whole pairs of
- * panels. Shape: [panel][group or k][8 rows], see DESIGN.md, "Weights". */
+ * panels. Shape: [pair][group or k][16 rows], see DESIGN.md, "Weights". */
 typedef struct td_cpu_matrix {
     td_cpu_form_t form;
-    uint32_t outputs; /* rows of the file's matrix */
-    uint32_t inputs;  /* K */
-    uint32_t panels;  /* even; panels * 8 >= outputs */
-    size_t panel_bytes;
-    uint8_t *bytes; /* owned, 64-byte aligned */
+    uint32_t outputs;  /* rows of the file's matrix */
+    uint32_t inputs;   /* K */
+    uint32_t panels;   /* even; panels * 8 >= outputs */
+    size_t pair_bytes; /* of two panels */
+    uint8_t *bytes;    /* owned, 64-byte aligned */
 } td_cpu_matrix_t;
 
 /** Activations of a pass in the forms its products ask for. Shape: [row][inputs], scales

@@ -8,9 +8,10 @@
 #define Q8_0_BYTES 34 /* f16 scale, 32 int8 */
 #define Q4_0_SCALE_MAX 8000.0f /* -8 * scale must stay finite in f16 */
 
-/* Where k of a row lies in a group's 128 nibble bytes. Lane r (32 bits) of vector j belongs to row
- * r. For int8: bytes are k 4j..4j+3 in the low nibbles, k 16+4j.. in the high ones. For int16: the
- * low half holds k 8j, 8j+2, 8j+4, 8j+6 from its lowest nibble, the high half the odd ones. */
+/* Where k of a row lies in a group's 256 nibble bytes. Lane r (32 bits) of vector j belongs to row
+ * r of the pair. For int8: bytes are k 4j..4j+3 in the low nibbles, k 16+4j.. in the high ones. For
+ * int16: the low half holds k 8j, 8j+2, 8j+4, 8j+6 from its lowest nibble, the high half the odd
+ * ones. */
 typedef struct nibble_place {
     uint32_t byte_idx;
     uint32_t shift;
@@ -20,11 +21,11 @@ static nibble_place_t nibble_place(td_cpu_form_t form, uint32_t row, uint32_t k)
 {
     nibble_place_t place;
     if (form == TD_CPU_NIBBLE_A8) {
-        place.byte_idx = (k % 16 / 4) * 32 + row * 4 + k % 4;
+        place.byte_idx = (k % 16 / 4) * 64 + row * 4 + k % 4;
         place.shift = k < 16 ? 0 : 4;
     } else {
         uint32_t nibble = (k % 8) / 2 + (k % 2) * 4;
-        place.byte_idx = (k / 8) * 32 + row * 4 + nibble / 2;
+        place.byte_idx = (k / 8) * 64 + row * 4 + nibble / 2;
         place.shift = (nibble % 2) * 4;
     }
     return place;
@@ -35,7 +36,7 @@ static void pack_nibbles(td_cpu_form_t form, uint32_t row, const uint8_t *nibble
 {
     if (form == TD_CPU_NIBBLE_A8) { /* the file's own nibble order, four bytes at a time */
         for (uint32_t j = 0; j < 4; j++) {
-            memcpy(group + j * 32 + row * 4, nibbles + j * 4, 4);
+            memcpy(group + j * 64 + row * 4, nibbles + j * 4, 4);
         }
         return;
     }
@@ -49,19 +50,19 @@ static void pack_nibbles(td_cpu_form_t form, uint32_t row, const uint8_t *nibble
             lane |= (even >> shift & 15u) << (4 * t);
             lane |= (odd >> shift & 15u) << (16 + 4 * t);
         }
-        memcpy(group + j * 32 + row * 4, &lane, 4);
+        memcpy(group + j * 64 + row * 4, &lane, 4);
     }
 }
 
 static bool pack_row_q4(td_cpu_matrix_t *m, bool has_minimum, uint32_t row, const uint8_t *src)
 {
-    uint8_t *group = m->bytes + row / TD_CPU_PANEL * m->panel_bytes;
-    uint32_t lane = row % TD_CPU_PANEL;
+    uint8_t *group = m->bytes + row / TD_CPU_PAIR * m->pair_bytes;
+    uint32_t lane = row % TD_CPU_PAIR;
 
     for (uint32_t g = 0; g < m->inputs / TD_CPU_GROUP; g++, group += TD_CPU_NIBBLE_BYTES) {
-        memcpy(group + 128 + 2 * lane, src, 2);
+        memcpy(group + TD_CPU_NIBBLE_SCALES + 2 * lane, src, 2);
         if (has_minimum) {
-            memcpy(group + 144 + 2 * lane, src + 2, 2);
+            memcpy(group + TD_CPU_NIBBLE_MINIMA + 2 * lane, src + 2, 2);
             pack_nibbles(m->form, lane, src + 4, group);
             src += Q4_1_BYTES;
         } else { /* (q - 8) * d = q * d + (-8 * d), exactly */
@@ -70,7 +71,7 @@ static bool pack_row_q4(td_cpu_matrix_t *m, bool has_minimum, uint32_t row, cons
             if (!(fabsf(scale) <= Q4_0_SCALE_MAX)) {
                 return false;
             }
-            memcpy(group + 144 + 2 * lane, &minimum, 2);
+            memcpy(group + TD_CPU_NIBBLE_MINIMA + 2 * lane, &minimum, 2);
             pack_nibbles(m->form, lane, src + 2, group);
             src += Q4_0_BYTES;
         }
@@ -78,16 +79,16 @@ static bool pack_row_q4(td_cpu_matrix_t *m, bool has_minimum, uint32_t row, cons
     return true;
 }
 
-/* 16-byte piece j holds k 2j and 2j+1 of the eight rows. */
+/* 32-byte piece j holds k 2j and 2j+1 of the sixteen rows. */
 static void pack_row_q8(td_cpu_matrix_t *m, uint32_t row, const uint8_t *src)
 {
-    uint8_t *group = m->bytes + row / TD_CPU_PANEL * m->panel_bytes;
-    uint32_t lane = row % TD_CPU_PANEL;
+    uint8_t *group = m->bytes + row / TD_CPU_PAIR * m->pair_bytes;
+    uint32_t lane = row % TD_CPU_PAIR;
 
     for (uint32_t g = 0; g < m->inputs / TD_CPU_GROUP; g++, group += TD_CPU_BYTE_BYTES) {
-        memcpy(group + 256 + 2 * lane, src, 2);
+        memcpy(group + TD_CPU_BYTE_SCALES + 2 * lane, src, 2);
         for (uint32_t j = 0; j < 16; j++) {
-            memcpy(group + j * 16 + 2 * lane, src + 2 + 2 * j, 2);
+            memcpy(group + j * 32 + 2 * lane, src + 2 + 2 * j, 2);
         }
         src += Q8_0_BYTES;
     }
@@ -95,14 +96,14 @@ static void pack_row_q8(td_cpu_matrix_t *m, uint32_t row, const uint8_t *src)
 
 static void pack_row_float(td_cpu_matrix_t *m, uint32_t row, const uint8_t *src, size_t width)
 {
-    uint8_t *dst = m->bytes + row / TD_CPU_PANEL * m->panel_bytes + row % TD_CPU_PANEL * width;
+    uint8_t *dst = m->bytes + row / TD_CPU_PAIR * m->pair_bytes + row % TD_CPU_PAIR * width;
 
     for (uint32_t k = 0; k < m->inputs; k++) {
-        memcpy(dst + (size_t)k * TD_CPU_PANEL * width, src + k * width, width);
+        memcpy(dst + (size_t)k * TD_CPU_PAIR * width, src + k * width, width);
     }
 }
 
-/* Chooses the layout and the bytes of one panel. */
+/* Chooses the layout and the bytes of a pair of panels. */
 static bool matrix_plan(const td_gguf_tensor_t *tensor, bool int8, td_cpu_matrix_t *m)
 {
     size_t groups = m->inputs / TD_CPU_GROUP;
@@ -111,20 +112,20 @@ static bool matrix_plan(const td_gguf_tensor_t *tensor, bool int8, td_cpu_matrix
     case TD_GGUF_Q4_0:
     case TD_GGUF_Q4_1:
         m->form = int8 ? TD_CPU_NIBBLE_A8 : TD_CPU_NIBBLE_A16;
-        m->panel_bytes = groups * TD_CPU_NIBBLE_BYTES;
+        m->pair_bytes = groups * TD_CPU_NIBBLE_BYTES;
         return m->inputs % TD_CPU_GROUP == 0;
     case TD_GGUF_Q8_0:
         m->form = TD_CPU_BYTE_A16;
-        m->panel_bytes = groups * TD_CPU_BYTE_BYTES;
+        m->pair_bytes = groups * TD_CPU_BYTE_BYTES;
         return m->inputs % TD_CPU_GROUP == 0;
     case TD_GGUF_F32:
         m->form = TD_CPU_F32;
-        m->panel_bytes = (size_t)m->inputs * TD_CPU_PANEL * 4;
+        m->pair_bytes = (size_t)m->inputs * TD_CPU_PAIR * 4;
         return true;
     case TD_GGUF_F16:
     case TD_GGUF_BF16:
         m->form = tensor->type == TD_GGUF_F16 ? TD_CPU_F16 : TD_CPU_BF16;
-        m->panel_bytes = (size_t)m->inputs * TD_CPU_PANEL * 2;
+        m->pair_bytes = (size_t)m->inputs * TD_CPU_PAIR * 2;
         return true;
     default:
         return false;
@@ -191,7 +192,7 @@ td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8, td_cpu_matrix
         return TD_ERR_UNSUPPORTED;
     }
     TD_ASSERT(tensor->byte_count == tensor_row_bytes(tensor->type, m.inputs) * m.outputs);
-    if (!td_size_mul(m.panels, m.panel_bytes, &bytes)) {
+    if (!td_size_mul(m.panels / 2, m.pair_bytes, &bytes)) {
         return TD_ERR_UNSUPPORTED;
     }
     m.bytes = td_alloc_aligned(TD_CACHE_LINE_BYTES, bytes);
@@ -199,8 +200,8 @@ td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8, td_cpu_matrix
         TD_LOG_ERROR("no memory for a matrix", "tensor=%s bytes=%zu", tensor->name, bytes);
         return TD_ERR_NO_MEMORY;
     }
-    for (uint32_t panel = m.outputs / TD_CPU_PANEL; panel < m.panels; panel++) {
-        memset(m.bytes + panel * m.panel_bytes, 0, m.panel_bytes); /* the padding rows */
+    if (m.outputs % TD_CPU_PAIR != 0) { /* the padding rows */
+        memset(m.bytes + m.outputs / TD_CPU_PAIR * m.pair_bytes, 0, m.pair_bytes);
     }
     for (uint32_t row = 0; row < m.outputs; row++) {
         if (!pack_row(&m, tensor, row)) {
@@ -222,8 +223,9 @@ void td_cpu_matrix_fini(td_cpu_matrix_t *matrix)
 static void unpack_row_q4(const td_cpu_matrix_t *m, const uint8_t *group, uint32_t lane, float *out)
 {
     for (uint32_t g = 0; g < m->inputs / TD_CPU_GROUP; g++, group += TD_CPU_NIBBLE_BYTES) {
-        float scale = td_cpu_f32_from_f16(td_cpu_load_u16(group + 128 + 2 * lane));
-        float minimum = td_cpu_f32_from_f16(td_cpu_load_u16(group + 144 + 2 * lane));
+        float scale = td_cpu_f32_from_f16(td_cpu_load_u16(group + TD_CPU_NIBBLE_SCALES + 2 * lane));
+        float minimum =
+            td_cpu_f32_from_f16(td_cpu_load_u16(group + TD_CPU_NIBBLE_MINIMA + 2 * lane));
         for (uint32_t k = 0; k < TD_CPU_GROUP; k++) {
             nibble_place_t place = nibble_place(m->form, lane, k);
             uint32_t byte = group[place.byte_idx];
@@ -235,35 +237,35 @@ static void unpack_row_q4(const td_cpu_matrix_t *m, const uint8_t *group, uint32
 static void unpack_row_q8(const td_cpu_matrix_t *m, const uint8_t *group, uint32_t lane, float *out)
 {
     for (uint32_t g = 0; g < m->inputs / TD_CPU_GROUP; g++, group += TD_CPU_BYTE_BYTES) {
-        float scale = td_cpu_f32_from_f16(td_cpu_load_u16(group + 256 + 2 * lane));
+        float scale = td_cpu_f32_from_f16(td_cpu_load_u16(group + TD_CPU_BYTE_SCALES + 2 * lane));
         for (uint32_t k = 0; k < TD_CPU_GROUP; k++) {
-            *out++ = scale * (float)(int8_t)group[k / 2 * 16 + 2 * lane + k % 2];
+            *out++ = scale * (float)(int8_t)group[k / 2 * 32 + 2 * lane + k % 2];
         }
     }
 }
 
 void td_cpu_unpack_row(const td_cpu_matrix_t *matrix, uint32_t row, float *out)
 {
-    const uint8_t *panel = matrix->bytes + row / TD_CPU_PANEL * matrix->panel_bytes;
-    uint32_t lane = row % TD_CPU_PANEL;
+    const uint8_t *pair = matrix->bytes + row / TD_CPU_PAIR * matrix->pair_bytes;
+    uint32_t lane = row % TD_CPU_PAIR;
 
     TD_ASSERT(row < matrix->outputs);
     if (matrix->form == TD_CPU_NIBBLE_A8 || matrix->form == TD_CPU_NIBBLE_A16) {
-        unpack_row_q4(matrix, panel, lane, out);
+        unpack_row_q4(matrix, pair, lane, out);
         return;
     }
     if (matrix->form == TD_CPU_BYTE_A16) {
-        unpack_row_q8(matrix, panel, lane, out);
+        unpack_row_q8(matrix, pair, lane, out);
         return;
     }
     for (size_t k = 0; k < matrix->inputs; k++) {
-        size_t at = k * TD_CPU_PANEL + lane;
+        size_t at = k * TD_CPU_PAIR + lane;
         if (matrix->form == TD_CPU_F32) {
-            memcpy(out + k, panel + at * 4, 4);
+            memcpy(out + k, pair + at * 4, 4);
         } else if (matrix->form == TD_CPU_F16) {
-            out[k] = td_cpu_f32_from_f16(td_cpu_load_u16(panel + at * 2));
+            out[k] = td_cpu_f32_from_f16(td_cpu_load_u16(pair + at * 2));
         } else {
-            out[k] = td_cpu_f32_from_bf16(td_cpu_load_u16(panel + at * 2));
+            out[k] = td_cpu_f32_from_bf16(td_cpu_load_u16(pair + at * 2));
         }
     }
 }

@@ -7,16 +7,16 @@
 
 #define LANES 8u
 
-/* Integers of a group in lane order. Shape: [8 rows][32]. */
+/* Integers of a group of a pair of panels. Shape: [16 rows][32]. */
 typedef struct group_weights {
-    int16_t q[TD_CPU_PANEL][TD_CPU_GROUP];
-    float scale[TD_CPU_PANEL];
-    float minimum[TD_CPU_PANEL];
+    int16_t q[TD_CPU_PAIR][TD_CPU_GROUP];
+    float scale[TD_CPU_PAIR];
+    float minimum[TD_CPU_PAIR];
 } group_weights_t;
 
 static void load_scales(const uint8_t *bytes, float *out)
 {
-    for (uint32_t r = 0; r < TD_CPU_PANEL; r++) {
+    for (uint32_t r = 0; r < TD_CPU_PAIR; r++) {
         out[r] = td_cpu_f32_from_f16(td_cpu_load_u16(bytes + 2 * r));
     }
 }
@@ -24,37 +24,37 @@ static void load_scales(const uint8_t *bytes, float *out)
 /* Places as in td_cpu_pack.c, nibble_place(). */
 static void load_group_a8(const uint8_t *group, group_weights_t *w)
 {
-    for (uint32_t r = 0; r < TD_CPU_PANEL; r++) {
+    for (uint32_t r = 0; r < TD_CPU_PAIR; r++) {
         for (uint32_t k = 0; k < 16; k++) {
-            uint8_t pair = group[k / 4 * 32 + r * 4 + k % 4];
+            uint8_t pair = group[k / 4 * 64 + r * 4 + k % 4];
             w->q[r][k] = pair & 15;
             w->q[r][k + 16] = pair >> 4;
         }
     }
-    load_scales(group + 128, w->scale);
-    load_scales(group + 144, w->minimum);
+    load_scales(group + TD_CPU_NIBBLE_SCALES, w->scale);
+    load_scales(group + TD_CPU_NIBBLE_MINIMA, w->minimum);
 }
 
 static void load_group_a16(const uint8_t *group, group_weights_t *w)
 {
-    for (uint32_t r = 0; r < TD_CPU_PANEL; r++) {
+    for (uint32_t r = 0; r < TD_CPU_PAIR; r++) {
         for (uint32_t k = 0; k < TD_CPU_GROUP; k++) {
-            uint16_t half = td_cpu_load_u16(group + k / 8 * 32 + r * 4 + k % 2 * 2);
+            uint16_t half = td_cpu_load_u16(group + k / 8 * 64 + r * 4 + k % 2 * 2);
             w->q[r][k] = (int16_t)(half >> (k % 8 / 2 * 4) & 15);
         }
     }
-    load_scales(group + 128, w->scale);
-    load_scales(group + 144, w->minimum);
+    load_scales(group + TD_CPU_NIBBLE_SCALES, w->scale);
+    load_scales(group + TD_CPU_NIBBLE_MINIMA, w->minimum);
 }
 
 static void load_group_bytes(const uint8_t *group, group_weights_t *w)
 {
-    for (uint32_t r = 0; r < TD_CPU_PANEL; r++) {
+    for (uint32_t r = 0; r < TD_CPU_PAIR; r++) {
         for (uint32_t k = 0; k < TD_CPU_GROUP; k++) {
-            w->q[r][k] = (int8_t)group[k / 2 * 16 + 2 * r + k % 2];
+            w->q[r][k] = (int8_t)group[k / 2 * 32 + 2 * r + k % 2];
         }
     }
-    load_scales(group + 256, w->scale);
+    load_scales(group + TD_CPU_BYTE_SCALES, w->scale);
 }
 
 static int32_t dot8(const int16_t *w, const int8_t *x)
@@ -101,41 +101,41 @@ static void product_group(const td_cpu_matrix_t *m, const group_weights_t *w,
 }
 
 static void product_quantised(const td_cpu_matrix_t *m, const td_cpu_acts_t *x, uint32_t rows,
-                              const uint8_t *panel, float *y, uint32_t lanes)
+                              const uint8_t *pair, float *y, uint32_t lanes)
 {
     group_weights_t w;
 
     for (uint32_t g = 0; g < m->inputs / TD_CPU_GROUP; g++) {
         if (m->form == TD_CPU_NIBBLE_A8) {
-            load_group_a8(panel + (size_t)g * TD_CPU_NIBBLE_BYTES, &w);
+            load_group_a8(pair + (size_t)g * TD_CPU_NIBBLE_BYTES, &w);
         } else if (m->form == TD_CPU_NIBBLE_A16) {
-            load_group_a16(panel + (size_t)g * TD_CPU_NIBBLE_BYTES, &w);
+            load_group_a16(pair + (size_t)g * TD_CPU_NIBBLE_BYTES, &w);
         } else {
-            load_group_bytes(panel + (size_t)g * TD_CPU_BYTE_BYTES, &w);
+            load_group_bytes(pair + (size_t)g * TD_CPU_BYTE_BYTES, &w);
         }
         product_group(m, &w, x, rows, g, y, lanes);
     }
 }
 
-static float load_float(td_cpu_form_t form, const uint8_t *panel, size_t idx)
+static float load_float(td_cpu_form_t form, const uint8_t *pair, size_t idx)
 {
     float value = 0;
     if (form == TD_CPU_F16) {
-        return td_cpu_f32_from_f16(td_cpu_load_u16(panel + idx * 2));
+        return td_cpu_f32_from_f16(td_cpu_load_u16(pair + idx * 2));
     }
     if (form == TD_CPU_BF16) {
-        return td_cpu_f32_from_bf16(td_cpu_load_u16(panel + idx * 2));
+        return td_cpu_f32_from_bf16(td_cpu_load_u16(pair + idx * 2));
     }
-    memcpy(&value, panel + idx * 4, sizeof(value));
+    memcpy(&value, pair + idx * 4, sizeof(value));
     return value;
 }
 
 static void product_float(const td_cpu_matrix_t *m, const td_cpu_acts_t *x, uint32_t rows,
-                          const uint8_t *panel, float *y, uint32_t lanes)
+                          const uint8_t *pair, float *y, uint32_t lanes)
 {
     for (uint32_t k = 0; k < m->inputs; k++) {
         for (uint32_t r = 0; r < lanes; r++) {
-            float w = load_float(m->form, panel, (size_t)k * TD_CPU_PANEL + r);
+            float w = load_float(m->form, pair, (size_t)k * TD_CPU_PAIR + r);
             for (uint32_t row = 0; row < rows; row++) {
                 float *acc = y + (size_t)row * m->outputs + r;
                 *acc = fmaf(w, x->f32[(size_t)row * m->inputs + k], *acc);
@@ -148,18 +148,18 @@ static void product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t r
                     uint32_t panel_begin, uint32_t panel_end, td_cpu_scratch_t *scratch)
 {
     (void)scratch;
-    for (uint32_t p = panel_begin; p < panel_end && p * TD_CPU_PANEL < w->outputs; p++) {
-        const uint8_t *panel = w->bytes + p * w->panel_bytes;
-        float *out = y + p * TD_CPU_PANEL;
-        uint32_t lanes = TD_MIN(TD_CPU_PANEL, w->outputs - p * TD_CPU_PANEL);
+    for (uint32_t p = panel_begin / 2; p < panel_end / 2 && p * TD_CPU_PAIR < w->outputs; p++) {
+        const uint8_t *pair = w->bytes + p * w->pair_bytes;
+        float *out = y + p * TD_CPU_PAIR;
+        uint32_t lanes = TD_MIN(TD_CPU_PAIR, w->outputs - p * TD_CPU_PAIR);
 
         for (uint32_t row = 0; row < rows; row++) {
             memset(out + (size_t)row * w->outputs, 0, lanes * sizeof(*out));
         }
         if (w->form <= TD_CPU_BYTE_A16) {
-            product_quantised(w, x, rows, panel, out, lanes);
+            product_quantised(w, x, rows, pair, out, lanes);
         } else {
-            product_float(w, x, rows, panel, out, lanes);
+            product_float(w, x, rows, pair, out, lanes);
         }
     }
 }
