@@ -59,6 +59,7 @@ struct td_model {
     td_threads_t *threads; /* owned */
 
     /* weights, immutable after loading */
+    td_arena_t *weights;         /* owned: the bytes of all matrices */
     td_cpu_matrix_t embed;       /* [vocab_size][embed_dim] */
     td_cpu_matrix_t head_own;    /* as embed; empty when the output head is tied to it */
     const td_cpu_matrix_t *head; /* embed or head_own */

@@ -217,13 +217,13 @@ static td_status_t find_tensor(const td_gguf_t *gguf, const char *name, uint64_t
     return TD_OK;
 }
 
-static td_status_t load_matrix(const td_gguf_t *gguf, const char *name, uint32_t inputs,
-                               uint32_t outputs, bool int8, td_cpu_matrix_t *out)
+static td_status_t load_matrix(const td_model_t *m, const td_gguf_t *gguf, const char *name,
+                               uint32_t inputs, uint32_t outputs, bool int8, td_cpu_matrix_t *out)
 {
     const td_gguf_tensor_t *tensor = NULL;
 
     TD_TRY(find_tensor(gguf, name, inputs, outputs, &tensor));
-    return td_cpu_pack(tensor, int8, out);
+    return td_cpu_pack(tensor, int8, m->weights, out);
 }
 
 /* Norm weights, as floats. */
@@ -278,7 +278,7 @@ static td_status_t load_layer(td_model_t *m, const td_gguf_t *gguf, uint32_t idx
 
     for (size_t i = 0; i < TD_ARRAY_LEN(matrices); i++) {
         (void)snprintf(name, sizeof(name), "blk.%u.%s.weight", idx, matrices[i].name);
-        TD_TRY(load_matrix(gguf, name, matrices[i].inputs, matrices[i].outputs, matrices[i].int8,
+        TD_TRY(load_matrix(m, gguf, name, matrices[i].inputs, matrices[i].outputs, matrices[i].int8,
                            matrices[i].out));
     }
     (void)snprintf(name, sizeof(name), "blk.%u.attn_norm.weight", idx);
@@ -298,11 +298,11 @@ static td_status_t load_embedding_and_head(td_model_t *m, const td_gguf_t *gguf)
         return TD_ERR_INVALID;
     }
     m->info.vocab_size = (uint32_t)embed->dims[1];
-    TD_TRY(load_matrix(gguf, "token_embd.weight", m->info.embed_dim, m->info.vocab_size, int8,
+    TD_TRY(load_matrix(m, gguf, "token_embd.weight", m->info.embed_dim, m->info.vocab_size, int8,
                        &m->embed));
     m->head = &m->embed;
     if (td_gguf_tensor_find(gguf, "output.weight") != NULL) {
-        TD_TRY(load_matrix(gguf, "output.weight", m->info.embed_dim, m->info.vocab_size, int8,
+        TD_TRY(load_matrix(m, gguf, "output.weight", m->info.embed_dim, m->info.vocab_size, int8,
                            &m->head_own));
         m->head = &m->head_own;
     }
@@ -506,6 +506,11 @@ static td_status_t load_all(td_model_t *m, const td_gguf_t *gguf)
     TD_TRY(check_architecture(gguf));
     TD_TRY(read_hyper_parameters(m, gguf));
     TD_TRY(check_nothing_left(m, gguf));
+    m->weights = td_arena_create();
+    if (m->weights == NULL) {
+        TD_LOG_ERROR("no memory for weights", "bytes=%zu", sizeof(void *));
+        return TD_ERR_NO_MEMORY;
+    }
     TD_TRY(load_embedding_and_head(m, gguf));
     TD_TRY(load_layers(m, gguf));
     TD_TRY(make_rope(m, gguf));
@@ -551,13 +556,6 @@ td_status_t td_model_load(const td_gguf_t *gguf, const td_model_options_t *optio
 
 static void layer_fini(td_model_layer_t *l)
 {
-    td_cpu_matrix_fini(&l->q);
-    td_cpu_matrix_fini(&l->k);
-    td_cpu_matrix_fini(&l->v);
-    td_cpu_matrix_fini(&l->o);
-    td_cpu_matrix_fini(&l->gate);
-    td_cpu_matrix_fini(&l->up);
-    td_cpu_matrix_fini(&l->down);
     td_free(l->attn_norm);
     td_free(l->ffn_norm);
 }
@@ -572,8 +570,6 @@ void td_model_destroy(td_model_t *m)
         layer_fini(&m->layers[i]);
     }
     td_free(m->layers);
-    td_cpu_matrix_fini(&m->embed);
-    td_cpu_matrix_fini(&m->head_own);
     for (uint32_t t = 0; m->scratch != NULL && t < m->options.threads; t++) {
         td_free(m->scratch[t]);
     }
@@ -586,6 +582,7 @@ void td_model_destroy(td_model_t *m)
     }
     acts_fini(&m->acts);
     acts_fini(&m->acts_ff);
+    td_arena_destroy(m->weights);
     td_free(m);
 }
 

@@ -281,11 +281,12 @@ static bool measure_reading(model_bench_t *b)
     reading_pass_t pass = {.count = bytes / sizeof(reading_t)};
     uint64_t best_ns = UINT64_MAX;
     td_threads_t *threads = NULL;
-    reading_t *words = td_alloc_aligned(64, bytes);
+    td_arena_t *arena = td_arena_create(); /* as the weights have */
+    reading_t *words = arena == NULL ? NULL : td_arena_alloc(arena, bytes);
     double limit_gb_s = 0;
 
     if (words == NULL || td_threads_create(b->options.threads, &threads) != TD_OK) {
-        td_free(words);
+        td_arena_destroy(arena);
         return false;
     }
     memset(words, 1, bytes); /* pages of its own, not one page of zeros many times */
@@ -298,7 +299,7 @@ static bool measure_reading(model_bench_t *b)
         best_ns = TD_MIN(best_ns, td_now_ns() - begin_ns);
     }
     td_threads_destroy(threads);
-    td_free(words);
+    td_arena_destroy(arena);
     limit_gb_s = DECODE_STEPS * (double)bytes / (double)best_ns;
     add_figure(b, "weights_mb", (double)bytes / 1e6);
     add_figure(b, "read_limit_gb_s", limit_gb_s);

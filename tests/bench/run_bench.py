@@ -259,7 +259,11 @@ def run_model(options, python):
                                              options.threads)))
         if python:
             theirs.append(figures_of(peer))
-    return best_of(ours), best_of(theirs) if theirs else None
+    best = best_of(ours)
+    if "read_fraction" in best:  # of the best figures, not the best of fractions
+        best["read_fraction"] = (best["weights_mb"] * best["decode_b1_tok_s"] / 1000 /
+                                 best["read_limit_gb_s"])
+    return best, best_of(theirs) if theirs else None
 
 
 def run_serve(options, program):

@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "common/base/td_arena.h"
 #include "common/base/td_status.h"
 #include "common/kv/td_kv_layout.h"
 #include "common/model/td_gguf.h"
@@ -51,7 +52,7 @@ typedef struct td_cpu_matrix {
     uint32_t inputs;   /* K */
     uint32_t panels;   /* even; panels * 8 >= outputs */
     size_t pair_bytes; /* of two panels */
-    uint8_t *bytes;    /* owned, 64-byte aligned */
+    uint8_t *bytes;    /* borrowed from the arena it was packed into; 64-byte aligned */
 } td_cpu_matrix_t;
 
 /** Activations of a pass in the forms its products ask for. Shape: [row][inputs], scales
@@ -169,10 +170,9 @@ const td_cpu_ops_t *td_cpu_ops_find(const char *name);
  * Units:  int8: 4-bit weights are laid out for int8 activations.
  * Errors: TD_ERR_UNSUPPORTED (type, or K not a multiple of 32 for a quantised one, or a scale that
  *         does not fit), TD_ERR_NO_MEMORY.
- * Owner:  the caller ends it with td_cpu_matrix_fini(). */
-TD_MUST_CHECK td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8,
+ * Owner:  the arena holds the bytes. */
+TD_MUST_CHECK td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8, td_arena_t *arena,
                                       td_cpu_matrix_t *out);
-void td_cpu_matrix_fini(td_cpu_matrix_t *matrix);
 /** Dequantises one output row (an embedding). Shape: out [inputs] f32. */
 void td_cpu_unpack_row(const td_cpu_matrix_t *matrix, uint32_t row, float *out);
 

@@ -172,7 +172,8 @@ static size_t tensor_row_bytes(td_gguf_type_t type, size_t inputs)
     }
 }
 
-td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8, td_cpu_matrix_t *out)
+td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8, td_arena_t *arena,
+                        td_cpu_matrix_t *out)
 {
     td_cpu_matrix_t m = {0};
     size_t bytes = 0;
@@ -195,7 +196,7 @@ td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8, td_cpu_matrix
     if (!td_size_mul(m.panels / 2, m.pair_bytes, &bytes)) {
         return TD_ERR_UNSUPPORTED;
     }
-    m.bytes = td_alloc_aligned(TD_CACHE_LINE_BYTES, bytes);
+    m.bytes = td_arena_alloc(arena, bytes);
     if (m.bytes == NULL) {
         TD_LOG_ERROR("no memory for a matrix", "tensor=%s bytes=%zu", tensor->name, bytes);
         return TD_ERR_NO_MEMORY;
@@ -206,18 +207,11 @@ td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8, td_cpu_matrix
     for (uint32_t row = 0; row < m.outputs; row++) {
         if (!pack_row(&m, tensor, row)) {
             TD_LOG_ERROR("weight scale out of range", "tensor=%s row=%u", tensor->name, row);
-            td_free(m.bytes);
             return TD_ERR_UNSUPPORTED;
         }
     }
     *out = m;
     return TD_OK;
-}
-
-void td_cpu_matrix_fini(td_cpu_matrix_t *matrix)
-{
-    td_free(matrix->bytes);
-    matrix->bytes = NULL;
 }
 
 static void unpack_row_q4(const td_cpu_matrix_t *m, const uint8_t *group, uint32_t lane, float *out)

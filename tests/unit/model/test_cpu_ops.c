@@ -133,7 +133,10 @@ static void product_both(const td_cpu_ops_t *v, td_gguf_type_t type, bool int8)
     double *values = calloc(K_WIDE * OUTPUTS_WIDE, sizeof(double));
     td_gguf_tensor_t tensor = {
         .name = "wide", .dim_count = 2, .dims = {K_WIDE, OUTPUTS_WIDE, 1, 1}, .type = type};
+    td_arena_t *arena = td_arena_create();
     td_cpu_matrix_t w;
+
+    assert_non_null(arena);
 
     assert_non_null(values);
     for (size_t i = 0; i < (size_t)K_WIDE * OUTPUTS_WIDE; i++) {
@@ -142,7 +145,7 @@ static void product_both(const td_cpu_ops_t *v, td_gguf_type_t type, bool int8)
     tiny_put_values(&bytes, type, values, (size_t)K_WIDE * OUTPUTS_WIDE);
     tensor.bytes = bytes.bytes;
     tensor.byte_count = bytes.len;
-    assert_int_equal(td_cpu_pack(&tensor, int8, &w), TD_OK);
+    assert_int_equal(td_cpu_pack(&tensor, int8, arena, &w), TD_OK);
     for (int i = 0; i < ROWS_WIDE * K_WIDE; i++) {
         x[i] = random_float(&bytes.random, 3.0f);
     }
@@ -163,7 +166,7 @@ static void product_both(const td_cpu_ops_t *v, td_gguf_type_t type, bool int8)
             assert_true(fabs((double)x[k] - want) <= 1e-6 * fabs(want) + 1e-7);
         }
     }
-    td_cpu_matrix_fini(&w);
+    td_arena_destroy(arena);
     free(values);
     free(bytes.bytes);
 }
