@@ -286,7 +286,7 @@ def run_subjects(options):
     runs = {"model": lambda: run_model(options, python),
             "transfer": lambda: (figures_of(bench_command(options, "transfer")), None),
             "handoff": lambda: (figures_of(bench_command(
-                options, "handoff", "--model", options.model, "--bin", options.bin, "--threads",
+                options, "handoff", "--model", options.model, "--tokens", 2048, "--bin", options.bin, "--threads",
                 options.threads, "--local-sh", LOCAL)), None),
             "serve": lambda: run_serve(options, program)}
     results = {}
