@@ -3,9 +3,9 @@
  * in the order of td_cpu_portable.c, whatever the vector's length.
  *
  * Included once by each file of vector kernels, which defines before: vec_t, vec_mask_t, VEC_LANES,
- * vec_load, vec_store, vec_set1, vec_mul, vec_add, vec_sub, vec_fma, vec_max, vec_exp, vec_above
- * (of reaches and a token: which lanes see it), vec_keep (zero elsewhere), vec_select. Threads:
- * any; the scratch belongs to one thread. */
+ * vec_load, vec_store, vec_load_tile (gathers and converts a tile), vec_set1, vec_mul, vec_add,
+ * vec_sub, vec_fma, vec_max, vec_exp, vec_above (of reaches and a token: which lanes see it),
+ * vec_keep (zero elsewhere), vec_select. Threads: any; the scratch belongs to one thread. */
 #pragma once
 
 #include "common/base/td_base.h"
@@ -311,8 +311,8 @@ static void attend_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uin
             const uint32_t seen = job->position + TD_MIN(i, queries - 1) / job->group + 1;
             s->reach[i] = (int32_t)(seen <= tile ? 0 : TD_MIN(seen - tile, tokens));
         }
-        td_cpu_avx2_load_tile(job, false, tile, tokens, s->keys);
-        td_cpu_avx2_load_tile(job, true, tile, tokens, s->values);
+        vec_load_tile(job, false, tile, tokens, s->keys);
+        vec_load_tile(job, true, tile, tokens, s->values);
         score_tile(s, lanes, head_dim, tokens);
         if (partial) {
             weigh_part(s, lanes);

@@ -28,10 +28,6 @@ void td_cpu_avx2_merge(float *parts, size_t part_stride, uint32_t count, uint32_
 void td_cpu_avx2_begin_queries(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
 void td_cpu_avx2_merge_part(float *total, const float *part, uint32_t head_dim);
 void td_cpu_avx2_finish(const float *elements, float sum, uint32_t head_dim, float *out);
-/** Gathers and converts `tokens` keys or values from absolute position `tile` on.
- * Shape: out [tokens][head_dim]. */
-void td_cpu_avx2_load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
-                           float *out);
 
 ALWAYS_INLINE __m256i load_i(const void *ptr)
 {

@@ -9,10 +9,26 @@
 
 /* --- attention of many queries ---------------------------------------------------------------- */
 
+/* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. */
+static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
+                      float *out)
+{
+    size_t head_dim = job->kv->head_dim;
+
+    for (uint32_t t = 0; t < tokens; t += 16) {
+        const uint8_t *src = td_cpu_kv_at(job, is_v, tile + t);
+        size_t count = TD_MIN(16u, tokens - t) * head_dim;
+        for (size_t i = 0; i < count; i += AVX2_LANES) {
+            _mm256_store_ps(out + t * head_dim + i, load_f16(src + 2 * i));
+        }
+    }
+}
+
 typedef __m256 vec_t;
 typedef __m256 vec_mask_t;
 #define VEC_LANES 8u
 #define VEC_MIX_QUERIES 3u
+#define vec_load_tile load_tile
 #define vec_load _mm256_loadu_ps
 #define vec_store _mm256_storeu_ps
 #define vec_set1 _mm256_set1_ps
@@ -43,21 +59,6 @@ ALWAYS_INLINE vec_t vec_select(vec_mask_t mask, vec_t then, vec_t otherwise)
 #include "common/model/cpu/td_cpu_attention_lanes.h"
 
 /* --- attention of few queries: a lane is an element of the head ------------------------------- */
-
-/* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. */
-void td_cpu_avx2_load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
-                           float *out)
-{
-    size_t head_dim = job->kv->head_dim;
-
-    for (uint32_t t = 0; t < tokens; t += 16) {
-        const uint8_t *src = td_cpu_kv_at(job, is_v, tile + t);
-        size_t count = TD_MIN(16u, tokens - t) * head_dim;
-        for (size_t i = 0; i < count; i += AVX2_LANES) {
-            _mm256_store_ps(out + t * head_dim + i, load_f16(src + 2 * i));
-        }
-    }
-}
 
 /* Scores of eight tokens: a chain over d in each lane, lanes added as a tree. */
 ALWAYS_INLINE __m256 score8(const float *q, const float *keys, const uint32_t head_dim)
@@ -155,8 +156,8 @@ ALWAYS_INLINE void attend_tiles(const td_cpu_attention_t *job, td_cpu_scratch_t 
 {
     for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
         uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
-        td_cpu_avx2_load_tile(job, false, tile, tokens, s->keys);
-        td_cpu_avx2_load_tile(job, true, tile, tokens, s->values);
+        load_tile(job, false, tile, tokens, s->keys);
+        load_tile(job, true, tile, tokens, s->values);
         for (uint32_t i = 0; i < job->rows * job->group; i++) {
             uint32_t position = job->position + i / job->group;
             if (position >= tile) {

@@ -11,10 +11,32 @@
 
 /* --- attention of many queries ---------------------------------------------------------------- */
 
+/* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. Shape: out [tokens][head_dim]. */
+static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
+                      float *out)
+{
+    const size_t head_dim = job->kv->head_dim;
+
+    for (uint32_t t = 0; t < tokens; t += 16) {
+        const uint8_t *src = td_cpu_kv_at(job, is_v, tile + t);
+        const size_t count = TD_MIN(16u, tokens - t) * head_dim;
+        float *dst = out + t * head_dim;
+        size_t i = 0;
+        for (; i + AVX512_LANES <= count; i += AVX512_LANES) {
+            __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i));
+            _mm512_storeu_ps(dst + i, _mm512_cvtph_ps(half));
+        }
+        if (i < count) {
+            _mm256_storeu_ps(dst + i, load_f16(src + 2 * i));
+        }
+    }
+}
+
 typedef __m512 vec_t;
 typedef __mmask16 vec_mask_t;
 #define VEC_LANES 16u
 #define VEC_MIX_QUERIES 6u
+#define vec_load_tile load_tile
 #define vec_load _mm512_loadu_ps
 #define vec_store _mm512_storeu_ps
 #define vec_set1 _mm512_set1_ps
