@@ -95,7 +95,11 @@ mount_in() { # TARGET MOUNT_ARGUMENTS...
 
 # shellcheck disable=SC2317 # called by the trap
 finish() {
-    local i
+    local i target
+    # What the commands inside mounted (ip netns mounts /run/netns), the last first.
+    while IFS= read -r target; do
+        umount -l "$target" || true
+    done < <(awk -v under="$root/run/" 'index($2, under) == 1 { print $2 }' /proc/mounts | tac)
     for ((i = ${#mounted[@]} - 1; i >= 0; i--)); do
         umount "${mounted[i]}" 2>/dev/null || umount -l "${mounted[i]}" || true
     done
