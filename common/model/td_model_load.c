@@ -508,7 +508,7 @@ static td_status_t load_all(td_model_t *m, const td_gguf_t *gguf)
     TD_TRY(check_nothing_left(m, gguf));
     m->weights = td_arena_create();
     if (m->weights == NULL) {
-        TD_LOG_ERROR("no memory for weights", "bytes=%zu", sizeof(void *));
+        TD_LOG_ERROR("no memory for weights", "layers=%u", m->info.kv.layers);
         return TD_ERR_NO_MEMORY;
     }
     TD_TRY(load_embedding_and_head(m, gguf));

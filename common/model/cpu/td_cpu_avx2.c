@@ -17,13 +17,6 @@
 #define BLOCK_ACT_BYTES 294912u
 #define BLOCK_ROWS_MIN 32u
 
-typedef struct product_job {
-    const td_cpu_matrix_t *w;
-    const td_cpu_acts_t *x;
-    float *y;
-    uint32_t groups;
-} product_job_t;
-
 /* Where a panel's first group or k lies: two panels alternate, vector by vector. */
 static inline const uint8_t *panel_at(const td_cpu_matrix_t *w, uint32_t panel,
                                       uint32_t vector_bytes)
@@ -485,23 +478,23 @@ ALWAYS_INLINE void float_big(const product_job_t *job, const td_cpu_scratch_t *s
 
 /* --- drivers: cut rows into tiles whose size is a constant ----------------------------------- */
 
-/* Calls CALL(row, tile) for rows [begin, end) in tiles of 4, and the rest as one. */
-#define SMALL_TILES(begin, end, CALL)                                                              \
+/* Calls CALL(row, tile) for rows [0, rows) in tiles of 4, and the rest as one. */
+#define SMALL_TILES(rows, CALL)                                                                    \
     do {                                                                                           \
-        uint32_t row_ = (begin);                                                                   \
-        for (; row_ + 4 <= (end); row_ += 4) {                                                     \
+        uint32_t row_ = 0;                                                                         \
+        for (; row_ + 4 <= (rows); row_ += 4) {                                                    \
             CALL(row_, 4);                                                                         \
         }                                                                                          \
-        if (row_ + 3 == (end)) {                                                                   \
+        if (row_ + 3 == (rows)) {                                                                  \
             CALL(row_, 3);                                                                         \
-        } else if (row_ + 2 == (end)) {                                                            \
+        } else if (row_ + 2 == (rows)) {                                                           \
             CALL(row_, 2);                                                                         \
-        } else if (row_ + 1 == (end)) {                                                            \
+        } else if (row_ + 1 == (rows)) {                                                           \
             CALL(row_, 1);                                                                         \
         }                                                                                          \
     } while (0)
 
-/* The same in tiles of TILE, then 2 and 1. */
+/* Calls CALL(row, tile) for rows [begin, end) in tiles of TILE, then 2 and 1. */
 #define BIG_TILES(begin, end, TILE, CALL)                                                          \
     do {                                                                                           \
         uint32_t row_ = (begin);                                                                   \
@@ -516,149 +509,41 @@ ALWAYS_INLINE void float_big(const product_job_t *job, const td_cpu_scratch_t *s
         }                                                                                          \
     } while (0)
 
-static uint32_t block_rows(const td_cpu_matrix_t *w, size_t act_bytes)
+#define SMALL_PANELS 1u /* of a small tile */
+
+#include "common/model/cpu/td_cpu_products.h"
+
+ALWAYS_INLINE void float_small_rows(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
+                                    uint32_t panel_end, const td_cpu_form_t form)
 {
-    size_t rows = BLOCK_ACT_BYTES / (w->inputs * act_bytes);
-    return (uint32_t)TD_MAX(rows, BLOCK_ROWS_MIN);
-}
-
-static void product_a8(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
-                       uint32_t panel_end, td_cpu_scratch_t *s)
-{
-    uint32_t block = block_rows(job->w, 1);
-
-    if (rows < BIG_ROWS_MIN) {
-        for (uint32_t p = panel_begin; p < panel_end; p++) {
-#define CALL(row, tile) a8_small(job, p, row, tile)
-            SMALL_TILES(0, rows, CALL);
-#undef CALL
-        }
-        return;
-    }
-    for (uint32_t r0 = 0; r0 < rows; r0 += block) {
-        uint32_t r1 = TD_MIN(r0 + block, rows);
-        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
-            for (uint32_t g0 = 0; g0 < job->groups; g0 += TD_CPU_GROUPS_CHUNK) {
-                uint32_t g1 = TD_MIN(g0 + TD_CPU_GROUPS_CHUNK, job->groups);
-                a8_unpack(job, p, g0, g1, s);
-#define CALL(row, tile) a8_big(job, s, p, g0, g1, row, tile)
-                BIG_TILES(r0, r1, BIG_ROWS, CALL);
-#undef CALL
-            }
-        }
-    }
-}
-
-static void product_a16(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
-                        uint32_t panel_end, td_cpu_scratch_t *s)
-{
-    uint32_t block = block_rows(job->w, 2);
-
-    if (rows < BIG_ROWS_MIN) {
-        for (uint32_t p = panel_begin; p < panel_end; p++) {
-#define CALL(row, tile) a16_small(job, p, row, tile)
-            SMALL_TILES(0, rows, CALL);
-#undef CALL
-        }
-        return;
-    }
-    for (uint32_t r0 = 0; r0 < rows; r0 += block) {
-        uint32_t r1 = TD_MIN(r0 + block, rows);
-        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
-            for (uint32_t g0 = 0; g0 < job->groups; g0 += TD_CPU_GROUPS_CHUNK) {
-                uint32_t g1 = TD_MIN(g0 + TD_CPU_GROUPS_CHUNK, job->groups);
-                a16_unpack(job, p, g0, g1, s);
-#define CALL(row, tile) a16_big(job, s, p, g0, g1, row, tile)
-                BIG_TILES(r0, r1, BIG_ROWS, CALL);
-#undef CALL
-            }
-        }
-    }
-}
-
-static void product_bytes(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
-                          uint32_t panel_end)
-{
-    for (uint32_t p = panel_begin; p < panel_end; p++) {
-#define CALL(row, tile) bytes_small(job, p, row, tile)
-        SMALL_TILES(0, rows, CALL);
-#undef CALL
-    }
-}
-
-ALWAYS_INLINE void product_float(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
-                                 uint32_t panel_end, td_cpu_scratch_t *s, const td_cpu_form_t form)
-{
-    uint32_t block = block_rows(job->w, 4);
-
-    if (rows < BIG_ROWS_MIN) {
-        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
+    for (uint32_t p = panel_begin; p < panel_end; p += 2) {
 #define CALL(row, tile) float_small(job, p, row, tile, form)
-            SMALL_TILES(0, rows, CALL);
+        SMALL_TILES(rows, CALL);
 #undef CALL
-        }
-        return;
-    }
-    for (uint32_t r0 = 0; r0 < rows; r0 += block) {
-        uint32_t r1 = TD_MIN(r0 + block, rows);
-        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
-            for (uint32_t k0 = 0; k0 < job->w->inputs; k0 += TD_CPU_FLOATS_CHUNK) {
-                uint32_t k1 = TD_MIN(k0 + TD_CPU_FLOATS_CHUNK, job->w->inputs);
-                float_unpack(job, p, k0, k1, s, form);
-#define CALL(row, tile) float_big(job, s, p, k0, k1, row, tile)
-                BIG_TILES(r0, r1, FLOAT_ROWS, CALL);
-#undef CALL
-            }
-        }
     }
 }
 
-/* One function each, so that the compiler allots registers to each on its own. */
-static __attribute__((noinline)) void product_f32(const product_job_t *job, uint32_t rows,
-                                                  uint32_t panel_begin, uint32_t panel_end,
-                                                  td_cpu_scratch_t *s)
+static void product_float_small(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
+                                uint32_t panel_end)
 {
-    product_float(job, rows, panel_begin, panel_end, s, TD_CPU_F32);
-}
-
-static __attribute__((noinline)) void product_f16(const product_job_t *job, uint32_t rows,
-                                                  uint32_t panel_begin, uint32_t panel_end,
-                                                  td_cpu_scratch_t *s)
-{
-    product_float(job, rows, panel_begin, panel_end, s, TD_CPU_F16);
-}
-
-static __attribute__((noinline)) void product_bf16(const product_job_t *job, uint32_t rows,
-                                                   uint32_t panel_begin, uint32_t panel_end,
-                                                   td_cpu_scratch_t *s)
-{
-    product_float(job, rows, panel_begin, panel_end, s, TD_CPU_BF16);
+    if (job->w->form == TD_CPU_F32) {
+        float_small_rows(job, rows, panel_begin, panel_end, TD_CPU_F32);
+    } else if (job->w->form == TD_CPU_F16) {
+        float_small_rows(job, rows, panel_begin, panel_end, TD_CPU_F16);
+    } else {
+        float_small_rows(job, rows, panel_begin, panel_end, TD_CPU_BF16);
+    }
 }
 
 void td_cpu_avx2_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows, float *y,
                          uint32_t panel_begin, uint32_t panel_end, td_cpu_scratch_t *scratch)
 {
-    product_job_t job = {.w = w, .x = x, .y = y, .groups = w->inputs / TD_CPU_GROUP};
+    const product_job_t job = {.w = w, .x = x, .y = y, .groups = w->inputs / TD_CPU_GROUP};
 
-    switch (w->form) {
-    case TD_CPU_NIBBLE_A8:
-        product_a8(&job, rows, panel_begin, panel_end, scratch);
-        break;
-    case TD_CPU_NIBBLE_A16:
-        product_a16(&job, rows, panel_begin, panel_end, scratch);
-        break;
-    case TD_CPU_BYTE_A16:
-        product_bytes(&job, rows, panel_begin, panel_end);
-        break;
-    case TD_CPU_F32:
-        product_f32(&job, rows, panel_begin, panel_end, scratch);
-        break;
-    case TD_CPU_F16:
-        product_f16(&job, rows, panel_begin, panel_end, scratch);
-        break;
-    case TD_CPU_BF16:
-        product_bf16(&job, rows, panel_begin, panel_end, scratch);
-        break;
+    if (w->form >= TD_CPU_F32 && rows < BIG_ROWS_MIN) {
+        product_float_small(&job, rows, panel_begin, panel_end);
+    } else {
+        product_form(&job, rows, panel_begin, panel_end, scratch);
     }
 }
 #else

@@ -11,6 +11,14 @@
 #define UNROLL_TEXT(x) _Pragma(#x)
 #define UNROLL(n) UNROLL_TEXT(GCC unroll n)
 
+/** One product, as its kernels see it. */
+typedef struct product_job {
+    const td_cpu_matrix_t *w;
+    const td_cpu_acts_t *x;
+    float *y;
+    uint32_t groups;
+} product_job_t;
+
 /** As in td_cpu_ops_t; longer vectors use those that would not gain. */
 void td_cpu_avx2_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows, float *y,
                          uint32_t panel_begin, uint32_t panel_end, td_cpu_scratch_t *scratch);

@@ -1,7 +1,7 @@
-/* Matrix products for AVX-512 with VNNI; the rest is in td_cpu_avx512_rows.c. A lane is an output
- * row, a vector two panels. VNNI adds products to int32 sums exactly, so the integers, and with
- * them every bit, are those of the other implementations. As in td_cpu_avx2.c, functions are
- * written for a constant number of rows and inlined, so that accumulators are registers. */
+/* Matrix products for AVX-512 with VNNI. A lane is an output row, a vector two panels. VNNI adds
+ * products to int32 sums exactly, so the integers, and with them every bit, are those of the other
+ * implementations. As in td_cpu_avx2.c, functions are written for a constant number of rows and
+ * inlined, so that accumulators are registers. */
 #if defined(__x86_64__)
 #include "common/model/cpu/td_cpu_avx512.h"
 
@@ -14,13 +14,6 @@
 /* Activations of a block of rows stay in the L2 cache while all panels pass. */
 #define BLOCK_ACT_BYTES 589824u
 #define BLOCK_ROWS_MIN 32u
-
-typedef struct product_job {
-    const td_cpu_matrix_t *w;
-    const td_cpu_acts_t *x;
-    float *y;
-    uint32_t groups;
-} product_job_t;
 
 /* Rows of quantised activations from some row and group on. */
 typedef struct act_rows {
@@ -408,7 +401,7 @@ ALWAYS_INLINE void float_big(const product_job_t *job, const td_cpu_scratch_t *s
     } while (0)
 
 /* Calls CALL(row, tile) for rows [begin, end) in tiles of TILE, 4, 2 and 1. */
-#define ROW_TILES(begin, end, TILE, CALL)                                                          \
+#define BIG_TILES(begin, end, TILE, CALL)                                                          \
     do {                                                                                           \
         uint32_t row_ = (begin);                                                                   \
         for (; row_ + (TILE) <= (end); row_ += (TILE)) {                                           \
@@ -426,147 +419,22 @@ ALWAYS_INLINE void float_big(const product_job_t *job, const td_cpu_scratch_t *s
         }                                                                                          \
     } while (0)
 
-static uint32_t block_rows(const td_cpu_matrix_t *w, size_t act_bytes)
-{
-    size_t rows = BLOCK_ACT_BYTES / (w->inputs * act_bytes);
-    return (uint32_t)TD_MAX(rows, BLOCK_ROWS_MIN) / TILE_ROWS * TILE_ROWS;
-}
+#define SMALL_PANELS 2u /* of a small tile */
+#define BIG_ROWS TILE_ROWS
 
-static void product_a8(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
-                       uint32_t panel_end, td_cpu_scratch_t *s)
-{
-    uint32_t block = block_rows(job->w, 1);
-
-    if (rows < BIG_ROWS_MIN) {
-        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
-#define CALL(row, tile) a8_small(job, p, row, tile)
-            SMALL_TILES(rows, CALL);
-#undef CALL
-        }
-        return;
-    }
-    for (uint32_t r0 = 0; r0 < rows; r0 += block) {
-        uint32_t r1 = TD_MIN(r0 + block, rows);
-        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
-            for (uint32_t g0 = 0; g0 < job->groups; g0 += TD_CPU_GROUPS_CHUNK) {
-                uint32_t g1 = TD_MIN(g0 + TD_CPU_GROUPS_CHUNK, job->groups);
-                a8_unpack(job, p, g0, g1, s);
-#define CALL(row, tile) a8_big(job, s, p, g0, g1, row, tile)
-                ROW_TILES(r0, r1, TILE_ROWS, CALL);
-#undef CALL
-            }
-        }
-    }
-}
-
-static void product_a16(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
-                        uint32_t panel_end, td_cpu_scratch_t *s)
-{
-    uint32_t block = block_rows(job->w, 2);
-
-    if (rows < BIG_ROWS_MIN) {
-        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
-#define CALL(row, tile) a16_small(job, p, row, tile)
-            SMALL_TILES(rows, CALL);
-#undef CALL
-        }
-        return;
-    }
-    for (uint32_t r0 = 0; r0 < rows; r0 += block) {
-        uint32_t r1 = TD_MIN(r0 + block, rows);
-        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
-            for (uint32_t g0 = 0; g0 < job->groups; g0 += TD_CPU_GROUPS_CHUNK) {
-                uint32_t g1 = TD_MIN(g0 + TD_CPU_GROUPS_CHUNK, job->groups);
-                a16_unpack(job, p, g0, g1, s);
-#define CALL(row, tile) a16_big(job, s, p, g0, g1, row, tile)
-                ROW_TILES(r0, r1, TILE_ROWS, CALL);
-#undef CALL
-            }
-        }
-    }
-}
-
-static void product_bytes(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
-                          uint32_t panel_end)
-{
-    for (uint32_t p = panel_begin; p < panel_end; p += 2) {
-#define CALL(row, tile) bytes_small(job, p, row, tile)
-        SMALL_TILES(rows, CALL);
-#undef CALL
-    }
-}
-
-ALWAYS_INLINE void product_float(const product_job_t *job, uint32_t rows, uint32_t panel_begin,
-                                 uint32_t panel_end, td_cpu_scratch_t *s, const td_cpu_form_t form)
-{
-    uint32_t block = block_rows(job->w, 4);
-
-    for (uint32_t r0 = 0; r0 < rows; r0 += block) {
-        uint32_t r1 = TD_MIN(r0 + block, rows);
-        for (uint32_t p = panel_begin; p < panel_end; p += 2) {
-            for (uint32_t k0 = 0; k0 < job->w->inputs; k0 += TD_CPU_FLOATS_CHUNK) {
-                uint32_t k1 = TD_MIN(k0 + TD_CPU_FLOATS_CHUNK, job->w->inputs);
-                float_unpack(job, p, k0, k1, s, form);
-#define CALL(row, tile) float_big(job, s, p, k0, k1, row, tile)
-                ROW_TILES(r0, r1, FLOAT_ROWS, CALL);
-#undef CALL
-            }
-        }
-    }
-}
-
-/* One function each, so that the compiler allots registers to each on its own. */
-static __attribute__((noinline)) void product_f32(const product_job_t *job, uint32_t rows,
-                                                  uint32_t panel_begin, uint32_t panel_end,
-                                                  td_cpu_scratch_t *s)
-{
-    product_float(job, rows, panel_begin, panel_end, s, TD_CPU_F32);
-}
-
-static __attribute__((noinline)) void product_f16(const product_job_t *job, uint32_t rows,
-                                                  uint32_t panel_begin, uint32_t panel_end,
-                                                  td_cpu_scratch_t *s)
-{
-    product_float(job, rows, panel_begin, panel_end, s, TD_CPU_F16);
-}
-
-static __attribute__((noinline)) void product_bf16(const product_job_t *job, uint32_t rows,
-                                                   uint32_t panel_begin, uint32_t panel_end,
-                                                   td_cpu_scratch_t *s)
-{
-    product_float(job, rows, panel_begin, panel_end, s, TD_CPU_BF16);
-}
+#include "common/model/cpu/td_cpu_products.h"
 
 void td_cpu_avx512_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows,
                            float *y, uint32_t panel_begin, uint32_t panel_end,
                            td_cpu_scratch_t *scratch)
 {
-    product_job_t job = {.w = w, .x = x, .y = y, .groups = w->inputs / TD_CPU_GROUP};
+    const product_job_t job = {.w = w, .x = x, .y = y, .groups = w->inputs / TD_CPU_GROUP};
 
     if (w->form >= TD_CPU_F32 && rows < BIG_ROWS_MIN) {
         /* A read of memory for each weight: wider vectors would win nothing. */
         td_cpu_avx2_product(w, x, rows, y, panel_begin, panel_end, scratch);
-        return;
-    }
-    switch (w->form) {
-    case TD_CPU_NIBBLE_A8:
-        product_a8(&job, rows, panel_begin, panel_end, scratch);
-        break;
-    case TD_CPU_NIBBLE_A16:
-        product_a16(&job, rows, panel_begin, panel_end, scratch);
-        break;
-    case TD_CPU_BYTE_A16:
-        product_bytes(&job, rows, panel_begin, panel_end);
-        break;
-    case TD_CPU_F32:
-        product_f32(&job, rows, panel_begin, panel_end, scratch);
-        break;
-    case TD_CPU_F16:
-        product_f16(&job, rows, panel_begin, panel_end, scratch);
-        break;
-    case TD_CPU_BF16:
-        product_bf16(&job, rows, panel_begin, panel_end, scratch);
-        break;
+    } else {
+        product_form(&job, rows, panel_begin, panel_end, scratch);
     }
 }
 #else
