@@ -8,8 +8,8 @@
 #define SPLIT_BELOW 8u
 
 /* One thread's view of a pass. Work on rows is dealt out by rows, products by pairs of panels,
- * attention by (segment, KV head); each number is computed by one thread from its first to its
- * last term, so how work is dealt out cannot change it. */
+ * attention by (segment, KV head) or some rows of it; each number is computed by one thread from
+ * its first to its last term, so how work is dealt out cannot change it. */
 typedef struct worker {
     td_model_t *m;
     uint32_t thread;
@@ -145,14 +145,16 @@ static void place_head(td_model_t *m, size_t row, uint32_t layer, uint32_t kv_he
  * them the same thread can write and read them. The same goes for quantising what it has gathered.
  */
 static void attend_item(const worker_t *w, uint32_t layer, const td_model_item_t *item,
-                        uint32_t kv_head)
+                        uint32_t kv_head, uint32_t part, uint32_t parts)
 {
     td_model_t *m = w->m;
     const td_kv_layout_t *kv = &m->info.kv;
     const uint32_t group = m->info.heads / kv->kv_heads;
     const td_model_segment_t *segment = &m->segments[item->segment];
-    const td_model_row_t *first = &m->pass.rows[segment->row];
-    const size_t at = (size_t)segment->row * m->q_dim + (size_t)kv_head * group * kv->head_dim;
+    const uint32_t begin = segment->row + share(segment->rows, part, parts);
+    const uint32_t end = segment->row + share(segment->rows, part + 1, parts);
+    const td_model_row_t *first = &m->pass.rows[begin];
+    const size_t at = (size_t)begin * m->q_dim + (size_t)kv_head * group * kv->head_dim;
     const size_t part_stride = td_cpu_part_stride(kv->head_dim);
     td_cpu_attention_t job = {
         .pool = m->pass.pool,
@@ -161,7 +163,7 @@ static void attend_item(const worker_t *w, uint32_t layer, const td_model_item_t
         .layer = layer,
         .kv_head = kv_head,
         .position = first->position,
-        .rows = segment->rows,
+        .rows = end - begin,
         .group = group,
         .scale = m->attn_scale,
         .q = m->q + at,
@@ -171,20 +173,23 @@ static void attend_item(const worker_t *w, uint32_t layer, const td_model_item_t
         .end = item->end,
     };
 
+    if (begin == end) {
+        return; /* fewer rows than pieces */
+    }
     if (m->pass.split) {
-        size_t part = segment->part + item->begin / TD_CPU_SPAN_TOKENS;
-        job.parts = m->parts + (part * m->info.heads + (size_t)kv_head * group) * part_stride;
+        size_t place = segment->part + item->begin / TD_CPU_SPAN_TOKENS;
+        job.parts = m->parts + (place * m->info.heads + (size_t)kv_head * group) * part_stride;
         job.part_row_stride = segment->spans * m->info.heads * part_stride;
     }
-    for (uint32_t row = segment->row; m->pass.alone && row < segment->row + segment->rows; row++) {
+    for (uint32_t row = begin; m->pass.alone && row < end; row++) {
         place_head(m, row, layer, kv_head);
     }
     m->ops->attention(&job, m->scratch[w->thread]);
     if (!m->pass.split && m->heads_are_groups) {
         const td_cpu_matrix_t *const o[] = {&m->layers[layer].o};
         const act_range_t range = {.dim = m->q_dim,
-                                   .row_begin = segment->row,
-                                   .row_end = segment->row + segment->rows,
+                                   .row_begin = begin,
+                                   .row_end = end,
                                    .begin = kv_head * group * kv->head_dim,
                                    .end = (kv_head + 1) * group * kv->head_dim};
         quantise_range(m, &m->acts, m->attn, &range, o, 1);
@@ -196,15 +201,22 @@ static void attend(const worker_t *w, uint32_t layer)
     td_model_t *m = w->m;
     const uint32_t kv_heads = m->info.kv.kv_heads;
     const uint32_t count = m->pass.item_count * kv_heads;
+    const uint32_t cut = count - m->pass.whole;
 
     for (;;) {
         uint32_t taken =
             atomic_fetch_add_explicit(&m->next_item[layer % 2], 1, memory_order_relaxed);
-        if (taken >= count) {
+        if (taken < m->pass.whole) {
+            /* A chunk's last rows see most: longest first. */
+            const uint32_t idx = count - 1 - taken;
+            attend_item(w, layer, &m->items[idx / kv_heads], idx % kv_heads, 0, 1);
+        } else if (taken - m->pass.whole < cut * w->threads) {
+            const uint32_t idx = (taken - m->pass.whole) / w->threads;
+            attend_item(w, layer, &m->items[idx / kv_heads], idx % kv_heads,
+                        (taken - m->pass.whole) % w->threads, w->threads);
+        } else {
             return;
         }
-        const uint32_t idx = count - 1 - taken; /* a chunk's last rows see most: longest first */
-        attend_item(w, layer, &m->items[idx / kv_heads], idx % kv_heads);
     }
 }
 
@@ -428,11 +440,15 @@ static void plan_segments(td_model_t *m)
     }
 }
 
-/* Few segments with long contexts are split into their spans, so that every thread has work. */
+/* Few segments with long contexts are split into their spans, so that every thread has work. Of few
+ * items those that would leave threads idle are cut by rows instead. */
 static void plan_items(td_model_t *m)
 {
     td_model_pass_t *p = &m->pass;
+    const uint32_t threads = m->options.threads;
     uint32_t parts = 0;
+    uint32_t count = 0;
+    uint32_t cut = 0;
     bool single = true; /* no segment has more than one span */
 
     for (uint32_t i = 0; i < p->segment_count; i++) {
@@ -443,8 +459,7 @@ static void plan_items(td_model_t *m)
                                  (uint64_t)TD_MODEL_PARTS_MAX + 1);
     }
     p->split = !single && parts <= TD_MODEL_PARTS_MAX &&
-               p->segment_count * m->info.kv.kv_heads < SPLIT_BELOW * m->options.threads;
-    p->alone = p->alone && !p->split;
+               p->segment_count * m->info.kv.kv_heads < SPLIT_BELOW * threads;
     p->item_count = 0;
     for (uint32_t i = 0; i < p->segment_count; i++) {
         for (uint32_t s = 0; s < (p->split ? m->segments[i].spans : 1); s++) {
@@ -455,6 +470,12 @@ static void plan_items(td_model_t *m)
             };
         }
     }
+    count = p->item_count * m->info.kv.kv_heads;
+    cut = !p->split && count < SPLIT_BELOW * threads && m->segments[0].rows >= threads
+              ? count % threads
+              : 0;
+    p->whole = count - cut;
+    p->alone = p->alone && !p->split && cut == 0;
 }
 
 static void plan_pass(td_model_t *m)

@@ -449,7 +449,7 @@ static td_status_t take_buffers(td_model_t *m)
     TD_TRY(take(m->options.threads, 1, sizeof(td_cpu_scratch_t *), &m->scratch));
     for (uint32_t t = 0; t < m->options.threads; t++) {
         TD_TRY(td_cpu_scratch_create(info->kv.head_dim, info->heads / info->kv.kv_heads,
-                                     &m->scratch[t]));
+                                     (uint32_t)widest, &m->scratch[t]));
     }
     return TD_OK;
 }

@@ -17,6 +17,7 @@ typedef struct product_job {
     const td_cpu_acts_t *x;
     float *y;
     uint32_t groups;
+    const uint8_t *bytes; /* of few int16 activations, as an instruction set wants them, or NULL */
 } product_job_t;
 
 /** As in td_cpu_ops_t; longer vectors use those that would not gain. */

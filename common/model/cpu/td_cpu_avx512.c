@@ -9,8 +9,8 @@
 
 #define TILE_ROWS 8 /* 8 sums and 8 chains beside a vector of weights, or 8 of unpacked ones */
 #define FLOAT_ROWS 12
-#define BIG_ROWS_MIN 17u    /* from here on unpacking panels first pays */
-#define PREFETCH_BYTES 4096 /* ahead of the one linear stream a thread reads */
+#define BIG_ROWS_MIN (TD_CPU_FEW_ROWS + 1) /* from here on unpacking panels first pays */
+#define PREFETCH_BYTES 4096                /* ahead of the one linear stream a thread reads */
 /* Activations of a block of rows stay in the L2 cache while all panels pass. */
 #define BLOCK_ACT_BYTES 589824u
 #define BLOCK_ROWS_MIN 32u
@@ -124,15 +124,19 @@ ALWAYS_INLINE void a8_small(const product_job_t *job, uint32_t panel, uint32_t r
         }
         const __m512 scale_w = load_f16_wide(w + TD_CPU_NIBBLE_SCALES);
         const __m512 minimum = load_f16_wide(w + TD_CPU_NIBBLE_MINIMA);
+        __m512i a[TILE_ROWS];
+        UNROLL(8)
+        for (uint32_t j = 0; j < 8; j++) { /* rows inside: their sums wait for nobody */
+            UNROLL(8)
+            for (uint32_t m = 0; m < tile; m++) {
+                const uint8_t *q = x.q + m * x.q_stride + g * TD_CPU_GROUP;
+                a[m] = _mm512_dpbusd_epi32(j == 0 ? _mm512_setzero_si512() : a[m], u[j],
+                                           broadcast4_wide(q + 4 * j));
+            }
+        }
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
-            const uint8_t *q = x.q + m * x.q_stride + g * TD_CPU_GROUP;
-            __m512i a = _mm512_setzero_si512();
-            UNROLL(8)
-            for (uint32_t j = 0; j < 8; j++) {
-                a = _mm512_dpbusd_epi32(a, u[j], broadcast4_wide(q + 4 * j));
-            }
-            acc[m] = chain_scaled(a, scale_w, x.scale + m * x.groups + g, acc[m]);
+            acc[m] = chain_scaled(a[m], scale_w, x.scale + m * x.groups + g, acc[m]);
             acc[m] = chain_minimum(minimum, x.sum + m * x.groups + g, acc[m]);
         }
     }
@@ -193,12 +197,29 @@ ALWAYS_INLINE void a8_big(const product_job_t *job, const td_cpu_scratch_t *s, u
     store_rows(job, panel, row, acc, tile);
 }
 
+/* Int16 activations of few rows as high (signed) and low (unsigned) bytes, of each eight inputs in
+ * the order in which a vector's low and high nibbles meet them: 0 4 1 5, then 2 6 3 7. A vector of
+ * weights is then unpacked into two, not four. Shape: [row][group][4][high 0415, 2637, low ...]. */
+static const uint8_t *a16_bytes(const product_job_t *job, uint32_t rows, td_cpu_scratch_t *s)
+{
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14));
+    const size_t groups = (size_t)rows * job->groups;
+
+    for (size_t g = 0; g < groups; g++) {
+        const __m512i q = _mm512_loadu_si512(job->x->q16 + g * TD_CPU_GROUP);
+        _mm512_store_si512(s->bytes + g * 64, _mm512_shuffle_epi8(q, order));
+    }
+    return s->bytes;
+}
+
 ALWAYS_INLINE void a16_small(const product_job_t *job, uint32_t panel, uint32_t row,
                              const uint32_t tile)
 {
     const uint8_t *w = job->w->bytes + panel / 2 * job->w->pair_bytes;
     const act_rows_t x = acts16(job, row, 0);
-    const __m512i low = _mm512_set1_epi16(15);
+    const uint8_t *bytes = job->bytes + row * x.groups * 64;
+    const __m512i low_nibbles = _mm512_set1_epi8(15);
     __m512 acc[TILE_ROWS];
 
     UNROLL(8)
@@ -206,29 +227,29 @@ ALWAYS_INLINE void a16_small(const product_job_t *job, uint32_t panel, uint32_t 
         acc[m] = _mm512_setzero_ps();
     }
     for (size_t g = 0; g < x.groups; g++, w += TD_CPU_NIBBLE_BYTES) {
-        __m512i a[TILE_ROWS];
+        __m512i high[TILE_ROWS];
+        __m512i low[TILE_ROWS];
         prefetch_group(w, 5);
-        UNROLL(4)
-        for (uint32_t j = 0; j < 4; j++) {
-            __m512i v = load_wide(w + 64 * j);
-            UNROLL(4)
-            for (uint32_t t = 0; t < 4; t++) {
-                const __m512i u = t == 3
-                                      ? _mm512_srli_epi16(v, 12)
-                                      : _mm512_and_si512(_mm512_srli_epi16(v, (int)(4 * t)), low);
-                UNROLL(8)
-                for (uint32_t m = 0; m < tile; m++) {
-                    a[m] = _mm512_dpwssd_epi32(
-                        (j | t) == 0 ? _mm512_setzero_si512() : a[m], u,
-                        broadcast4_wide(x.q + m * x.q_stride + g * 64 + 16 * j + 4 * t));
-                }
+        UNROLL(8)
+        for (uint32_t j = 0; j < 8; j++) {
+            const __m512i v = load_wide(w + 64 * (j / 2));
+            const __m512i u =
+                _mm512_and_si512(j % 2 == 0 ? v : _mm512_srli_epi16(v, 4), low_nibbles);
+            UNROLL(8)
+            for (uint32_t m = 0; m < tile; m++) {
+                const uint8_t *q = bytes + (m * x.groups + g) * 64 + 16 * (j / 2) + 4 * (j % 2);
+                high[m] = _mm512_dpbusd_epi32(j == 0 ? _mm512_setzero_si512() : high[m], u,
+                                              broadcast4_wide(q));
+                low[m] = _mm512_dpbusd_epi32(j == 0 ? _mm512_setzero_si512() : low[m],
+                                             broadcast4_wide(q + 8), u);
             }
         }
         const __m512 scale_w = load_f16_wide(w + TD_CPU_NIBBLE_SCALES);
         const __m512 minimum = load_f16_wide(w + TD_CPU_NIBBLE_MINIMA);
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
-            acc[m] = chain_scaled(a[m], scale_w, x.scale + m * x.groups + g, acc[m]);
+            const __m512i a = _mm512_add_epi32(_mm512_slli_epi32(high[m], 8), low[m]);
+            acc[m] = chain_scaled(a, scale_w, x.scale + m * x.groups + g, acc[m]);
             acc[m] = chain_minimum(minimum, x.sum + m * x.groups + g, acc[m]);
         }
     }
@@ -303,21 +324,24 @@ ALWAYS_INLINE void bytes_small(const product_job_t *job, uint32_t panel, uint32_
         acc[m] = _mm512_setzero_ps();
     }
     for (size_t g = 0; g < x.groups; g++, w += TD_CPU_BYTE_BYTES) {
-        __m512i a[TILE_ROWS];
+        __m512i even[TILE_ROWS]; /* two sums a row: one alone would wait for itself */
+        __m512i odd[TILE_ROWS];
         prefetch_group(w, 9);
         UNROLL(16)
         for (uint32_t j = 0; j < 16; j++) {
             const __m512i u = _mm512_cvtepi8_epi16(load_i(w + 32 * j));
             UNROLL(8)
             for (uint32_t m = 0; m < tile; m++) {
-                a[m] = _mm512_dpwssd_epi32(j == 0 ? _mm512_setzero_si512() : a[m], u,
+                __m512i *sum = j % 2 == 0 ? &even[m] : &odd[m];
+                *sum = _mm512_dpwssd_epi32(j < 2 ? _mm512_setzero_si512() : *sum, u,
                                            broadcast4_wide(x.q + m * x.q_stride + g * 64 + 4 * j));
             }
         }
         const __m512 scale_w = load_f16_wide(w + TD_CPU_BYTE_SCALES);
         UNROLL(8)
         for (uint32_t m = 0; m < tile; m++) {
-            acc[m] = chain_scaled(a[m], scale_w, x.scale + m * x.groups + g, acc[m]);
+            acc[m] = chain_scaled(_mm512_add_epi32(even[m], odd[m]), scale_w,
+                                  x.scale + m * x.groups + g, acc[m]);
         }
     }
     store_rows(job, panel, row, acc, tile);
@@ -428,12 +452,15 @@ void td_cpu_avx512_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uin
                            float *y, uint32_t panel_begin, uint32_t panel_end,
                            td_cpu_scratch_t *scratch)
 {
-    const product_job_t job = {.w = w, .x = x, .y = y, .groups = w->inputs / TD_CPU_GROUP};
+    product_job_t job = {.w = w, .x = x, .y = y, .groups = w->inputs / TD_CPU_GROUP};
 
     if (w->form >= TD_CPU_F32 && rows < BIG_ROWS_MIN) {
         /* A read of memory for each weight: wider vectors would win nothing. */
         td_cpu_avx2_product(w, x, rows, y, panel_begin, panel_end, scratch);
     } else {
+        if (w->form == TD_CPU_NIBBLE_A16 && rows < BIG_ROWS_MIN) {
+            job.bytes = a16_bytes(&job, rows, scratch);
+        }
         product_form(&job, rows, panel_begin, panel_end, scratch);
     }
 }

@@ -60,7 +60,8 @@ const td_cpu_ops_t *td_cpu_ops_find(const char *name)
     return NULL;
 }
 
-td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group, td_cpu_scratch_t **out)
+td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group, uint32_t inputs_max,
+                                  td_cpu_scratch_t **out)
 {
     const size_t lanes = td_cpu_whole_vectors((size_t)TD_CPU_TILE_ROWS * group);
     /* A vector read at a row's end reaches into the next row, at the last row into what follows. */
@@ -68,14 +69,16 @@ td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group, td_cpu_scra
     const size_t queries = lanes * td_cpu_output_stride(head_dim);
     const size_t totals = (lanes + 1) * td_cpu_part_stride(head_dim);
     const size_t floats = 2 * tile + 2 * queries + TD_CPU_TILE_TOKENS * lanes + 4 * lanes + totals;
-    td_cpu_scratch_t *s =
-        td_alloc_aligned(TD_CACHE_LINE_BYTES, sizeof(*s) + floats * sizeof(float));
+    const size_t lines = (floats * sizeof(float) + TD_CACHE_LINE_BYTES - 1) / TD_CACHE_LINE_BYTES;
+    const size_t bytes = (size_t)TD_CPU_FEW_ROWS * inputs_max * sizeof(int16_t);
+    const size_t size = sizeof(td_cpu_scratch_t) + lines * TD_CACHE_LINE_BYTES + bytes;
+    td_cpu_scratch_t *s = td_alloc_aligned(TD_CACHE_LINE_BYTES, size);
 
     if (s == NULL) {
-        TD_LOG_ERROR("no memory for a thread's scratch", "head_dim=%u group=%u", head_dim, group);
+        TD_LOG_ERROR("no memory for a thread's scratch", "bytes=%zu", size);
         return TD_ERR_NO_MEMORY;
     }
-    memset(s, 0, sizeof(*s) + floats * sizeof(float));
+    memset(s, 0, size);
     s->keys = (float *)(void *)(s + 1);
     s->values = s->keys + tile;
     s->queries = s->values + tile;
@@ -86,6 +89,7 @@ td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group, td_cpu_scra
     s->rescale = s->sums + lanes;
     s->totals = s->rescale + lanes;
     s->reach = (int32_t *)(void *)(s->totals + totals);
+    s->bytes = (uint8_t *)(s + 1) + lines * TD_CACHE_LINE_BYTES;
     *out = s;
     return TD_OK;
 }

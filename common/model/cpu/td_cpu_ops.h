@@ -31,6 +31,7 @@
 #define TD_CPU_LANES_MAX 16u     /* of the longest vector */
 #define TD_CPU_GROUPS_CHUNK 24u  /* groups unpacked at once: two panels in L1 */
 #define TD_CPU_FLOATS_CHUNK 512u /* k of float panels converted at once: 32 KB */
+#define TD_CPU_FEW_ROWS 16u      /* up to here weights are unpacked on the fly */
 #define TD_CPU_INT8_MAX 127
 #define TD_CPU_INT16_MAX 32767
 
@@ -86,13 +87,14 @@ typedef struct td_cpu_scratch {
     float *rescale; /* [lane] */
     int32_t *reach; /* [lane]: tokens of the tile it sees */
     float *totals;  /* [lane + 1][td_cpu_part_stride()]: merged spans */
+    uint8_t *bytes; /* [TD_CPU_FEW_ROWS][inputs_max][2]: int16 activations as bytes */
 } td_cpu_scratch_t;
 
-/** A thread's scratch for these heads; one allocation.
+/** A thread's scratch for these heads and products of up to inputs_max inputs; one allocation.
  * Errors: TD_ERR_NO_MEMORY.
  * Owner:  the caller frees it with td_free(). */
 TD_MUST_CHECK td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group,
-                                                td_cpu_scratch_t **out);
+                                                uint32_t inputs_max, td_cpu_scratch_t **out);
 
 /** One KV head's attention for up to TD_CPU_TILE_ROWS consecutive positions of a sequence. */
 typedef struct td_cpu_attention {

@@ -120,7 +120,7 @@ static void row_operations_have_the_same_bits(const td_cpu_ops_t *v)
 /* A product wide enough for several unpacked chunks, with narrow last panels. */
 static void product_both(const td_cpu_ops_t *v, td_gguf_type_t type, bool int8)
 {
-    static td_cpu_scratch_t scratch;
+    td_cpu_scratch_t *scratch = NULL;
     static float x[ROWS_WIDE * K_WIDE];
     static int8_t q8[ROWS_WIDE * K_WIDE];
     static int16_t q16[ROWS_WIDE * K_WIDE];
@@ -137,8 +137,8 @@ static void product_both(const td_cpu_ops_t *v, td_gguf_type_t type, bool int8)
     td_cpu_matrix_t w;
 
     assert_non_null(arena);
-
     assert_non_null(values);
+    assert_int_equal(td_cpu_scratch_create(8, 1, K_WIDE, &scratch), TD_OK);
     for (size_t i = 0; i < (size_t)K_WIDE * OUTPUTS_WIDE; i++) {
         values[i] = tiny_random(&bytes);
     }
@@ -152,11 +152,11 @@ static void product_both(const td_cpu_ops_t *v, td_gguf_type_t type, bool int8)
     td_cpu_portable_ops.quantise8(x, ROWS_WIDE * K_WIDE, q8, scales[0], scales[1]);
     td_cpu_portable_ops.quantise16(x, ROWS_WIDE * K_WIDE, TD_CPU_INT16_MAX, q16, scales[2],
                                    scales[3]);
-    td_cpu_portable_ops.product(&w, &acts, ROWS_WIDE, ya, 0, w.panels, &scratch);
+    td_cpu_portable_ops.product(&w, &acts, ROWS_WIDE, ya, 0, w.panels, scratch);
     for (size_t i = 0; i < TD_ARRAY_LEN(row_counts); i++) {
         memset(yb, 0xff, sizeof(yb));
-        v->product(&w, &acts, row_counts[i], yb, 0, 2, &scratch);
-        v->product(&w, &acts, row_counts[i], yb, 2, w.panels, &scratch);
+        v->product(&w, &acts, row_counts[i], yb, 0, 2, scratch);
+        v->product(&w, &acts, row_counts[i], yb, 2, w.panels, scratch);
         assert_same_bits(ya, yb, row_counts[i] * OUTPUTS_WIDE);
     }
     for (uint32_t o = 0; o < OUTPUTS_WIDE; o++) { /* unpacking gives the file's numbers */
@@ -166,6 +166,7 @@ static void product_both(const td_cpu_ops_t *v, td_gguf_type_t type, bool int8)
             assert_true(fabs((double)x[k] - want) <= 1e-6 * fabs(want) + 1e-7);
         }
     }
+    td_free(scratch);
     td_arena_destroy(arena);
     free(values);
     free(bytes.bytes);
@@ -258,7 +259,7 @@ static void attention_both(const td_cpu_ops_t *v, const td_kv_layout_t *kv, uint
                               .end = UINT32_MAX};
 
     assert_non_null(pool);
-    assert_int_equal(td_cpu_scratch_create(kv->head_dim, group, &scratch), TD_OK);
+    assert_int_equal(td_cpu_scratch_create(kv->head_dim, group, 0, &scratch), TD_OK);
     for (uint32_t i = 0; i < block_count; i++) {
         blocks[i] = (i * 7 + 3) % block_count;
     }

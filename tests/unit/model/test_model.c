@@ -609,6 +609,31 @@ static void test_split_contexts_change_no_bit(void **state)
     rig_fini(&split);
 }
 
+/* Few rows of one sequence: heads that would leave threads idle are cut by rows. */
+static void test_cut_heads_change_no_bit(void **state)
+{
+    enum { TOKENS = 44 };
+    static const uint32_t chunks[] = {2, 3, 4, 7, 8, 16};
+    static const uint32_t threads[] = {2, 4, 5}; /* 3 KV heads: cut 1, 3 and 3 */
+    real_t *real = *state;
+    td_model_options_t options = default_options();
+    rig_t cut;
+
+    options.threads = 1;
+    rig_init(&cut, real->gguf, &options, 1, TOKENS);
+    prefill(&cut, 0, TOKENS, TOKENS, real->a);
+    rig_fini(&cut);
+    for (size_t t = 0; t < TD_ARRAY_LEN(threads); t++) {
+        options.threads = threads[t];
+        rig_init(&cut, real->gguf, &options, 1, TOKENS);
+        for (size_t c = 0; c < TD_ARRAY_LEN(chunks); c++) {
+            prefill(&cut, 0, TOKENS, chunks[c], real->b);
+            assert_same_bits(real->a, real->b, real->rig.info->vocab_size);
+        }
+        rig_fini(&cut);
+    }
+}
+
 static void test_threads_and_isa_change_no_bit(void **state)
 {
     real_t *real = *state;
@@ -648,6 +673,7 @@ int main(void)
         cmocka_unit_test(test_chunk_size_changes_no_bit),
         cmocka_unit_test(test_batch_changes_no_bit),
         cmocka_unit_test(test_scrambled_blocks_change_no_bit),
+        cmocka_unit_test(test_cut_heads_change_no_bit),
         cmocka_unit_test(test_threads_and_isa_change_no_bit),
         cmocka_unit_test(test_split_contexts_change_no_bit),
     };
