@@ -6,7 +6,7 @@ NODE_LIBS := $(foreach d,router prefill_node decode_node kvstore,$(if $(wildcard
 tests: $(TEST_BIN)
 $(BIN)/tests/%: $(B)/tests/%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(CMOCKA_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) $(CMOCKA_LIBS) -o $@
 .SECONDARY:
 BENCH_SRC := $(wildcard tests/bench/*.c)
 ifneq ($(BENCH_SRC),)
@@ -36,4 +36,4 @@ fuzz:
 fuzz-build: $(addprefix $(BIN)/fuzz_,$(FUZZ_TARGETS))
 $(BIN)/fuzz_%: $(B)/tests/fuzz/fuzz_%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) -fsanitize=fuzzer $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) -o $@
+	@$(CC) -fsanitize=fuzzer $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) -o $@
