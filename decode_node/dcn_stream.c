@@ -33,7 +33,8 @@ static void publish_full_blocks(dcn_node_t *d, dcn_choice_t *c)
         hash = td_block_content_hash(td_pool_bytes(d->node.pool, idx),
                                      td_pool_block_bytes(d->node.pool));
         if (!td_pool_is_indexed(d->node.pool, idx) &&
-            td_pool_index(d->node.pool, idx, &key, hash) == TD_OK) {
+            td_pool_index_after(d->node.pool, idx, c->published > 0 ? &c->last_key : NULL, &key,
+                                hash) == TD_OK) {
             td_status_t status = kvs_client_put(d->store, &idx, 1);
             if (status != TD_OK) {
                 TD_LOG_DEBUG("block not offered", "req=%s status=%s", t->work.request_id,
