@@ -141,6 +141,7 @@ typedef struct td_msg_work { /* RESERVE and START */
     uint32_t n;
     uint32_t max_tokens; /* >= 1, clamped to the context by the router */
     uint32_t min_tokens;
+    int32_t priority; /* lower is served first */
     bool ignore_eos;
     bool want_logprobs;
     uint32_t top_logprobs;

@@ -243,6 +243,7 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     pb.n = m->n;
     pb.max_tokens = m->max_tokens;
     pb.min_tokens = m->min_tokens;
+    pb.priority = m->priority;
     pb.ignore_eos = m->ignore_eos;
     pb.want_logprobs = m->want_logprobs;
     pb.top_logprobs = m->top_logprobs;
@@ -702,6 +703,7 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
         .n = pb->n,
         .max_tokens = pb->max_tokens,
         .min_tokens = pb->min_tokens,
+        .priority = pb->priority,
         .ignore_eos = pb->ignore_eos,
         .want_logprobs = pb->want_logprobs,
         .top_logprobs = pb->top_logprobs,

@@ -52,6 +52,7 @@ static td_msg_work_t sample_work(void)
                            .bias_values = floats,
                            .n = 2,
                            .max_tokens = 10,
+                           .priority = -7,
                            .stop_count = 2,
                            .stops = stops,
                            .peer_id = "decode-1",
@@ -70,6 +71,7 @@ static void test_msg_work_survives_the_wire(void **state)
     assert_int_equal(out.u.work.prompt_tokens, 3);
     assert_memory_equal(out.u.work.prompt, u32s, sizeof(u32s));
     assert_memory_equal(out.u.work.bias_values, floats, sizeof(floats));
+    assert_int_equal(out.u.work.priority, -7);
     assert_int_equal(out.u.work.stop_count, 2);
     assert_int_equal(out.u.work.stops[1].len, 2);
     assert_memory_equal(out.u.work.stops[1].at, "\0b", 2);
