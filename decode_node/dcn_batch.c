@@ -25,6 +25,7 @@ static td_status_t init_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
     c->stop.count = w->stop_count;
     c->stop.include = w->include_stop;
     c->published = t->full_blocks;
+    c->kv_tokens = w->prompt_tokens;
     if (t->full_blocks > 0) {
         c->last_key = t->keys[t->full_blocks - 1];
     }
@@ -124,13 +125,18 @@ static void run_batch(void *ctx)
     uint32_t vocab = d->node.info->vocab_size;
     const float *logits = NULL;
 
-    b->status = td_model_forward(d->node.model, td_pool_base(d->node.pool), b->rows, b->count, 0,
-                                 NULL, NULL, &logits);
-    for (uint32_t i = 0; b->status == TD_OK && i < b->count; i++) {
-        dcn_choice_t *c = b->choices[i];
+    b->status = td_model_forward(d->node.model, td_pool_base(d->node.pool), b->rows, b->row_count,
+                                 0, NULL, NULL, &logits);
+    for (uint32_t i = 0; b->status == TD_OK && i < b->part_count; i++) {
+        dcn_choice_t *c = b->parts[i].choice;
         const td_msg_work_t *w = &c->ticket->work;
-        const float *row = logits + (size_t)i * vocab;
+        const float *row = logits;
         bool ban = c->token_count < w->min_tokens;
+        if (!b->parts[i].samples) {
+            c->status = TD_OK;
+            continue;
+        }
+        logits += vocab; /* of the next part that samples */
         c->status =
             td_sampler_pick(c->sampler, row, w->prompt_tokens + c->token_count, d->node.stop_ids,
                             ban ? d->node.stop_count : 0, w->want_logprobs,
@@ -142,24 +148,33 @@ static void run_batch(void *ctx)
 /* --- the loop's thread --------------------------------------------------------------------------
  */
 
-static bool add_row(dcn_node_t *d, dcn_choice_t *c)
+/* The newest token is the last one whose KV is written, and whose logits give the next. Mostly it
+ * is the only one; after giving way, tokens before it are computed again first, some a step. */
+static void add_rows(dcn_node_t *d, dcn_choice_t *c)
 {
     dcn_batch_t *b = &d->batch;
-    /* The newest token is the one whose KV this step writes. */
-    uint32_t position = c->ticket->work.prompt_tokens + c->token_count - 1;
+    const uint32_t newest = c->ticket->work.prompt_tokens + c->token_count - 1;
+    dcn_part_t *part = &b->parts[b->part_count];
 
-    if (td_seq_prepare_write(&c->seq, position) != TD_OK) {
-        return false; /* cannot happen while growth is reserved; the choice waits for a block */
+    *part = (dcn_part_t){.choice = c, .ticket = c->ticket};
+    for (uint32_t position = c->kv_tokens; position <= newest; position++) {
+        const bool samples = position == newest;
+        if (b->row_count == d->rows_max || (!samples && b->replayed == DCN_REPLAY_ROWS_MAX) ||
+            td_seq_prepare_write(&c->seq, position) != TD_OK) {
+            break; /* the rest waits for the next step, or for a block */
+        }
+        b->rows[b->row_count++] = (td_model_row_t){.token = dcn_choice_token(c, position),
+                                                   .position = position,
+                                                   .blocks = c->seq.blocks,
+                                                   .want_logits = samples};
+        b->replayed += !samples;
+        part->samples = samples;
+        part->rows++;
     }
-    b->rows[b->count] = (td_model_row_t){.token = c->tokens[c->token_count - 1],
-                                         .position = position,
-                                         .blocks = c->seq.blocks,
-                                         .want_logits = true};
-    b->choices[b->count] = c;
-    b->tickets[b->count] = c->ticket;
-    b->count++;
-    c->ticket->computing = true;
-    return true;
+    if (part->rows > 0) {
+        b->part_count++;
+        c->ticket->computing = true;
+    }
 }
 
 void dcn_batch_schedule(dcn_node_t *d)
@@ -169,7 +184,10 @@ void dcn_batch_schedule(dcn_node_t *d)
     if (td_worker_is_busy(d->node.worker)) {
         return;
     }
-    d->batch.count = 0;
+    dcn_preempt_make_room(d);
+    d->batch.row_count = 0;
+    d->batch.part_count = 0;
+    d->batch.replayed = 0;
     /* Starts behind where the last full batch ended, so nobody starves when more run than fit. */
     for (uint32_t pass = 0; pass < 2; pass++) {
         seen = 0;
@@ -178,20 +196,20 @@ void dcn_batch_schedule(dcn_node_t *d)
             if (!turn || t->state != DCN_RUNNING) {
                 continue;
             }
-            if (d->batch.count + t->live > d->batch_max && d->batch.count > 0) {
+            if (d->batch.part_count + t->live > d->batch_max && d->batch.part_count > 0) {
                 d->next_ticket_turn = seen;
                 goto full;
             }
-            for (uint32_t i = 0; i < t->work.n && d->batch.count < DCN_BATCH_ROWS_MAX; i++) {
-                if (t->choices[i].finish == TD_FINISH_NONE) {
-                    (void)add_row(d, &t->choices[i]);
+            for (uint32_t i = 0; i < t->work.n && d->batch.row_count < d->rows_max; i++) {
+                if (t->choices[i].finish == TD_FINISH_NONE && t->choices[i].has_room) {
+                    add_rows(d, &t->choices[i]);
                 }
             }
         }
     }
     d->next_ticket_turn = 0;
 full:
-    if (d->batch.count > 0) {
+    if (d->batch.part_count > 0) {
         d->batch.started_ns = td_now_ns();
         td_worker_submit(d->node.worker, run_batch, d);
     }
@@ -207,30 +225,35 @@ void dcn_batch_progress(dcn_node_t *d)
     }
     took_ns = td_now_ns() - b->started_ns;
     td_metric_observe_ns(d->batch_seconds, took_ns);
-    d->tokens_per_s = b->count * TD_NS_PER_S / TD_MAX(took_ns, 1ull);
+    d->tokens_per_s = b->part_count * TD_NS_PER_S / TD_MAX(took_ns, 1ull);
     if (b->status != TD_OK) {
         TD_LOG_ERROR("decode step failed", "status=%s rows=%u", td_status_name(b->status),
-                     b->count);
+                     b->row_count);
     }
-    for (uint32_t i = 0; i < b->count; i++) {
-        b->tickets[i]->computing = false;
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        b->parts[i].ticket->computing = false;
     }
-    for (uint32_t i = 0; i < b->count; i++) {
-        dcn_choice_t *c = b->choices[i];
-        dcn_ticket_t *t = b->tickets[i];
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        dcn_choice_t *c = b->parts[i].choice;
+        dcn_ticket_t *t = b->parts[i].ticket;
         td_status_t status = b->status != TD_OK ? b->status : c->status;
         bool alive = t->state == DCN_RUNNING;
         if (alive && status != TD_OK) {
             dcn_ticket_end(d, t, status);
             alive = false;
         } else if (alive) {
-            alive = dcn_stream_token(d, c, &c->sampled, c->logits_hash);
+            c->kv_tokens += b->parts[i].rows;
+            if (b->parts[i].samples) {
+                alive = dcn_stream_token(d, c, &c->sampled, c->logits_hash);
+            } else {
+                dcn_stream_publish(d, c);
+            }
         } else {
             dcn_ticket_settle(d, t);
         }
         if (!alive) {
             /* The ticket is gone: pass over its other rows. */
-            while (i + 1 < b->count && b->tickets[i + 1] == t) {
+            while (i + 1 < b->part_count && b->parts[i + 1].ticket == t) {
                 i++;
             }
         }

@@ -20,4 +20,8 @@ void dcn_metrics_declare(dcn_node_t *d)
                                         "prompts' KV that was here (early) or not (late) when "
                                         "the prompt was ready");
     d->bytes_late = td_metrics_counter(m, bytes, "when=\"late\"", "");
+    d->preemptions = td_metrics_counter(m, "tandem_decode_preemptions_total", NULL,
+                                        "requests that gave their blocks to others for a while");
+    d->recomputed = td_metrics_counter(m, "tandem_decode_recomputed_tokens_total", NULL,
+                                       "positions computed again after that");
 }

@@ -10,10 +10,12 @@
 
 #define DCN_TICKETS_MAX 1024u /* past it: busy */
 #define DCN_BATCH_ROWS_MAX 256u
+#define DCN_REPLAY_ROWS_MAX 64u /* rows of a step that compute again what was given up */
 
 typedef enum dcn_state {
     DCN_FETCHING, /* blocks are reserved; layers come in */
     DCN_RUNNING,  /* admitted: choices generate */
+    DCN_WAITING,  /* gave its blocks to others; comes back when there is room */
     DCN_DRAIN     /* ended; fetches or the batch still hold memory */
 } dcn_state_t;
 
@@ -26,6 +28,8 @@ typedef struct dcn_choice {
     td_sampler_t *sampler; /* owned */
     uint32_t *tokens;      /* owned, [max_tokens]: generated */
     uint32_t token_count;
+    uint32_t kv_tokens;      /* positions whose KV is written, from the first */
+    bool has_room;           /* for the next position, in the step being made */
     uint32_t published;      /* full blocks of the sequence that are indexed */
     td_block_key_t last_key; /* of block published - 1 */
     td_detok_t detok;
@@ -65,12 +69,21 @@ typedef struct dcn_ticket {
     struct dcn_ticket *next;
 } dcn_ticket_t;
 
+/* A choice's rows of a step: the newest token's, and before it those of tokens whose KV was given
+ * up. Without the newest token's row nothing is sampled. */
+typedef struct dcn_part {
+    dcn_choice_t *choice;
+    dcn_ticket_t *ticket; /* its ticket: a choice may be gone before its ticket's turn */
+    uint32_t rows;
+    bool samples;
+} dcn_part_t;
+
 typedef struct dcn_batch {
     td_model_row_t rows[DCN_BATCH_ROWS_MAX];
-    dcn_choice_t *choices[DCN_BATCH_ROWS_MAX];
-    dcn_ticket_t
-        *tickets[DCN_BATCH_ROWS_MAX]; /* theirs: a choice may be gone before its ticket's turn */
-    uint32_t count;
+    dcn_part_t parts[DCN_BATCH_ROWS_MAX];
+    uint32_t row_count;
+    uint32_t part_count;
+    uint32_t replayed; /* rows that no sampling follows */
     td_status_t status;
     uint64_t started_ns;
 } dcn_batch_t;
@@ -79,9 +92,13 @@ typedef struct dcn_node {
     td_node_t node;
     kvs_client_t *store;
     uint32_t batch_max;
+    uint32_t rows_max;     /* of a step */
     dcn_ticket_t *tickets; /* list, oldest first */
     uint32_t ticket_count;
     uint32_t next_ticket_turn; /* rotates, when more choices run than a batch holds */
+    uint64_t outputs_ended;
+    double output_mean; /* tokens, of outputs that ended lately */
+    double output_deviation;
     dcn_batch_t batch;
     td_str_t text; /* scratch */
     td_str_t raw;  /* scratch */
@@ -95,6 +112,8 @@ typedef struct dcn_node {
     td_metric_t *kv_failed;
     td_metric_t *bytes_early;
     td_metric_t *bytes_late;
+    td_metric_t *preemptions;
+    td_metric_t *recomputed;
 } dcn_node_t;
 
 /* dcn_ticket.c */
@@ -116,11 +135,25 @@ void dcn_batch_admit(dcn_node_t *dcn, dcn_ticket_t *ticket);
 void dcn_batch_schedule(dcn_node_t *dcn);
 void dcn_batch_progress(dcn_node_t *dcn);
 
+/* dcn_preempt.c: memory that running requests share */
+/** Tokens to promise an output of at most max_tokens. */
+uint32_t dcn_output_expected(const dcn_node_t *dcn, uint32_t max_tokens);
+void dcn_output_ended(dcn_node_t *dcn, uint32_t tokens);
+/** Sets has_room of every running choice, for which others may have to give way; when nobody had
+ * to, those that gave way earlier come back in their rank, as far as there is room. Not during a
+ * step. */
+void dcn_preempt_make_room(dcn_node_t *dcn);
+bool dcn_preempt_someone_waits(const dcn_node_t *dcn);
+/** The token at a position of a choice's sequence. */
+uint32_t dcn_choice_token(const dcn_choice_t *choice, uint32_t position);
+
 /* dcn_stream.c: tokens to text to the router */
 /** Takes a choice's next token: text, stop conditions, message; publishes full blocks.
  * Returns false when the ticket has ended. */
 bool dcn_stream_token(dcn_node_t *dcn, dcn_choice_t *choice, const td_sampled_t *sampled,
                       uint64_t logits_hash);
+/** Indexes and offers the blocks that a choice has filled since last time. */
+void dcn_stream_publish(dcn_node_t *dcn, dcn_choice_t *choice);
 
 /* dcn_metrics.c */
 void dcn_metrics_declare(dcn_node_t *dcn);

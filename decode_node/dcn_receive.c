@@ -152,7 +152,8 @@ static td_status_t compare(dcn_node_t *d, dcn_ticket_t *t)
             continue;
         }
         if (i < t->full_blocks &&
-            td_pool_index(d->node.pool, idx, &t->keys[i], t->hashes[i]) == TD_ERR_EXISTS) {
+            td_pool_index_after(d->node.pool, idx, i > 0 ? &t->keys[i - 1] : NULL, &t->keys[i],
+                                t->hashes[i]) == TD_ERR_EXISTS) {
             continue; /* a concurrent request brought it too: this copy stays private */
         }
     }

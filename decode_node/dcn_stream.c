@@ -8,32 +8,28 @@
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
 
-/* Offers the blocks that this choice has filled since last time. Their tokens are all final (I4).
- */
-static void publish_full_blocks(dcn_node_t *d, dcn_choice_t *c)
+/* Their tokens are all final (I4). */
+void dcn_stream_publish(dcn_node_t *d, dcn_choice_t *c)
 {
     dcn_ticket_t *t = c->ticket;
     uint32_t block_tokens = td_node_layout(&d->node)->block_tokens;
-    /* The newest token's KV is not written yet. */
-    uint32_t written = t->work.prompt_tokens + c->token_count - 1;
     uint32_t tokens[1024];
 
-    while ((c->published + 1) * block_tokens <= written) {
+    while ((c->published + 1) * block_tokens <= c->kv_tokens) {
         uint32_t start = c->published * block_tokens;
         uint32_t idx = c->seq.blocks[c->published];
         td_block_key_t key;
         uint64_t hash = 0;
         for (uint32_t i = 0; i < block_tokens; i++) {
-            uint32_t at = start + i;
-            tokens[i] = at < t->work.prompt_tokens ? t->work.prompt[at]
-                                                   : c->tokens[at - t->work.prompt_tokens];
+            tokens[i] = dcn_choice_token(c, start + i);
         }
         td_block_key_next(&t->root, c->published > 0 ? &c->last_key : NULL, tokens, block_tokens,
                           &key);
         hash = td_block_content_hash(td_pool_bytes(d->node.pool, idx),
                                      td_pool_block_bytes(d->node.pool));
         if (!td_pool_is_indexed(d->node.pool, idx) &&
-            td_pool_index(d->node.pool, idx, &key, hash) == TD_OK) {
+            td_pool_index_after(d->node.pool, idx, c->published > 0 ? &c->last_key : NULL, &key,
+                                hash) == TD_OK) {
             td_status_t status = kvs_client_put(d->store, &idx, 1);
             if (status != TD_OK) {
                 TD_LOG_DEBUG("block not offered", "req=%s status=%s", t->work.request_id,
@@ -132,12 +128,13 @@ bool dcn_stream_token(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *sample
         return false;
     }
     if (t->fetches == 0) {
-        publish_full_blocks(d, c);
+        dcn_stream_publish(d, c);
     }
     if (c->finish == TD_FINISH_NONE) {
         return true;
     }
     td_seq_fini(&c->seq);
+    dcn_output_ended(d, c->token_count);
     if (--t->live == 0) {
         dcn_ticket_end(d, t, TD_OK);
         return false;

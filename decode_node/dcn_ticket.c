@@ -160,7 +160,8 @@ static td_status_t alloc_ticket(dcn_node_t *d, dcn_ticket_t *t)
     return td_seq_init(&t->seq, d->node.pool, layout, w->prompt_tokens + w->max_tokens);
 }
 
-/* Pins what is here of the prompt and promises the rest of prompt and growth, for all choices.
+/* Pins what is here of the prompt and promises the rest of prompt and growth, for all choices: all
+ * growth for several, the expected one for a single one, which may give way (dcn_preempt.c).
  * Choices after the first share the prompt's full blocks and copy the partial one when they write.
  */
 static td_status_t reserve_blocks(dcn_node_t *d, dcn_ticket_t *t)
@@ -176,6 +177,13 @@ static td_status_t reserve_blocks(dcn_node_t *d, dcn_ticket_t *t)
 
     if (whole + others > td_pool_counts(d->node.pool).total) {
         return TD_ERR_TOO_LARGE;
+    }
+    if (dcn_preempt_someone_waits(d)) {
+        return TD_ERR_BUSY; /* who was here before comes back first */
+    }
+    if (t->work.n == 1) {
+        whole = td_kv_blocks_for(layout, t->work.prompt_tokens +
+                                             dcn_output_expected(d, t->work.max_tokens));
     }
     t->held_blocks = td_pool_match(d->node.pool, t->keys, t->full_blocks, t->seq.blocks);
     t->seq.block_count = t->held_blocks;

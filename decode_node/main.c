@@ -90,7 +90,7 @@ static td_msg_heartbeat_t load_of(const dcn_node_t *d)
     td_msg_heartbeat_t load = {
         .free_blocks = c.free + c.cached, .total_blocks = c.total, .tokens_per_s = d->tokens_per_s};
     for (const dcn_ticket_t *t = d->tickets; t != NULL; t = t->next) {
-        if (t->state == DCN_FETCHING) {
+        if (t->state == DCN_FETCHING || t->state == DCN_WAITING) {
             load.queued_requests++;
         } else if (t->state == DCN_RUNNING) {
             load.queued_tokens += t->live; /* sequences running */
@@ -142,7 +142,9 @@ static td_status_t start(dcn_node_t *d)
                              .events = {.ctx = d, .peer_down = on_peer_down, .fenced = on_fenced}};
 
     d->batch_max = (uint32_t)td_config_u64(c, "batch-max");
-    setup.rows_max = setup.logit_rows_max = TD_MIN(DCN_BATCH_ROWS_MAX, d->batch_max + 128);
+    /* A ticket's choices stay together, so a step may hold more than batch_max. */
+    d->rows_max = TD_MIN(DCN_BATCH_ROWS_MAX, d->batch_max + 128);
+    setup.rows_max = setup.logit_rows_max = d->rows_max;
     dcn_metrics_declare(d);
     TD_TRY(td_node_open(&d->node, &setup));
     return kvs_client_create(d->node.proc.bus, d->node.member, d->node.pool, &d->store);

@@ -6,100 +6,94 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
-#include "common/kv/td_key_index.h"
 
-#define NONE UINT32_MAX
-#define SEGMENTS_MAX 256u
-
-typedef enum entry_state { ENTRY_FREE, ENTRY_STORING, ENTRY_READY } entry_state_t;
-
-typedef struct entry {
-    td_block_key_t key;
-    uint8_t state;
-    uint32_t segment; /* index */
-    uint32_t order;   /* slot of the order that stores it */
-    uint32_t block;   /* READY: where */
-    uint64_t epoch;
-    uint64_t checksum;
-    uint64_t lease_until_ns;
-    uint32_t lru_prev; /* READY; towards the oldest. STORING: chain of the order's keys */
-    uint32_t lru_next;
-} entry_t;
+#define EVICT_KEYS_MAX 256u /* of one order */
+#define COOL_LOOKS 1024u    /* a tick */
+#define COOLED_MAX 64u      /* a tick */
 
 typedef struct segment {
     char id[TD_MSG_ID_CHARS_MAX + 1]; /* "" = slot free */
     uint64_t incarnation;
     uint64_t mount; /* names this mounting, which begins with nothing stored */
-    uint32_t block_count;
-    uint32_t used; /* blocks stored or being stored */
 } segment_t;
 
+/* Blocks that one segment was told to fetch from one writer, or from another segment. */
 typedef struct order {
-    uint64_t id; /* 0 = slot free */
+    uint64_t id; /* 0 = slot free; id % KVS_ORDERS_MAX is the slot */
     uint64_t deadline_ns;
     uint64_t writer_request;
-    uint64_t writer_incarnation;
+    uint64_t writer_incarnation; /* of whom the segment fetches from */
     char writer_id[TD_MSG_ID_CHARS_MAX + 1];
+    bool is_copy; /* of a hot key: nobody waits for the result */
     uint32_t segment;
-    uint32_t first; /* chain of its keys without a result */
+    kvs_list_t storing; /* its keys without a result */
 } order_t;
 
 struct kvs_master {
     td_bus_t *bus; /* borrowed */
     uint64_t term;
     uint64_t next_order;
-    uint32_t keys_max;
-    entry_t *entries; /* owned, [keys_max] */
-    uint32_t *free;   /* owned, stack */
-    uint32_t free_count;
-    td_key_index_t index; /* owned: key -> entry */
-    uint32_t lru_oldest;
-    uint32_t lru_newest;
-    segment_t segments[SEGMENTS_MAX];
+    uint64_t served_ns;                   /* when reading was last forgotten by half */
+    uint32_t copies;                      /* under way */
+    kvs_index_t *index;                   /* owned */
+    segment_t segments[KVS_SEGMENTS_MAX]; /* by their number in the index */
     order_t orders[KVS_ORDERS_MAX];
-    td_metric_t *keys_ready;
+    uint32_t free_orders[KVS_ORDERS_MAX]; /* stack */
+    uint32_t free_order_count;
+    td_metric_t *keys;
     td_metric_t *hits;
     td_metric_t *misses;
     td_metric_t *stored;
     td_metric_t *revoked;
     td_metric_t *evicted;
+    td_metric_t *copied;
+    td_metric_t *cooled;
 };
 
-td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t keys_max,
-                              uint64_t term, kvs_master_t **out)
+static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
 {
-    kvs_master_t *m = td_calloc(1, sizeof(*m));
+    static const char *const puts_help = "blocks offered, by how it ended";
+    static const char *const lookups_help = "blocks looked up";
+    static const char *const copies_help = "replicas of hot blocks made, and given up again";
 
-    if (m == NULL) {
-        return TD_ERR_NO_MEMORY;
-    }
-    m->entries = td_calloc(keys_max, sizeof(*m->entries));
-    m->free = td_calloc(keys_max, sizeof(*m->free));
-    if (m->entries == NULL || m->free == NULL ||
-        td_key_index_init(&m->index, keys_max, &m->entries[0].key, sizeof(*m->entries)) != TD_OK) {
-        kvs_master_destroy(m);
-        return TD_ERR_NO_MEMORY;
-    }
-    for (uint32_t i = 0; i < keys_max; i++) {
-        m->free[i] = keys_max - 1 - i;
-    }
-    m->free_count = keys_max;
-    m->keys_max = keys_max;
-    m->lru_oldest = NONE;
-    m->lru_newest = NONE;
-    m->bus = bus;
-    m->term = term;
-    m->keys_ready = td_metrics_gauge(metrics, "tandem_kvstore_keys", NULL, "readable blocks");
+    m->keys = td_metrics_gauge(metrics, "tandem_kvstore_keys", NULL, "readable blocks");
     m->hits = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total", "result=\"hit\"",
-                                 "blocks looked up");
+                                 lookups_help);
     m->misses = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total", "result=\"miss\"",
-                                   "blocks looked up");
-    m->stored = td_metrics_counter(metrics, "tandem_kvstore_puts_total", "result=\"stored\"",
-                                   "blocks offered, by how it ended");
-    m->revoked = td_metrics_counter(metrics, "tandem_kvstore_puts_total", "result=\"revoked\"",
-                                    "blocks offered, by how it ended");
+                                   lookups_help);
+    m->stored =
+        td_metrics_counter(metrics, "tandem_kvstore_puts_total", "result=\"stored\"", puts_help);
+    m->revoked =
+        td_metrics_counter(metrics, "tandem_kvstore_puts_total", "result=\"revoked\"", puts_help);
     m->evicted =
         td_metrics_counter(metrics, "tandem_kvstore_evictions_total", NULL, "blocks evicted");
+    m->copied = td_metrics_counter(metrics, "tandem_kvstore_hot_replicas_total", "change=\"made\"",
+                                   copies_help);
+    m->cooled = td_metrics_counter(metrics, "tandem_kvstore_hot_replicas_total",
+                                   "change=\"dropped\"", copies_help);
+}
+
+td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t keys_max,
+                              const kvs_policy_t *policy, uint64_t term, kvs_master_t **out)
+{
+    kvs_master_t *m = td_calloc(1, sizeof(*m));
+    td_status_t status = TD_ERR_NO_MEMORY;
+
+    if (m == NULL) {
+        return status;
+    }
+    status = kvs_index_create(keys_max, policy, &m->index);
+    if (status != TD_OK) {
+        td_free(m);
+        return status;
+    }
+    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
+        m->free_orders[i] = KVS_ORDERS_MAX - 1 - i;
+    }
+    m->free_order_count = KVS_ORDERS_MAX;
+    m->bus = bus;
+    m->term = term;
+    make_metrics(m, metrics);
     *out = m;
     return TD_OK;
 }
@@ -109,422 +103,477 @@ void kvs_master_destroy(kvs_master_t *m)
     if (m == NULL) {
         return;
     }
-    td_free(m->entries);
-    td_free(m->free);
-    td_key_index_fini(&m->index);
+    kvs_index_destroy(m->index);
     td_free(m);
 }
 
-/* --- index ------------------------------------------------------------------------------------ */
-
-static entry_t *entry_find(kvs_master_t *m, const td_block_key_t *key)
+static void count_keys(kvs_master_t *m)
 {
-    uint32_t at = td_key_index_find(&m->index, key);
-    return at == TD_KEY_INDEX_NONE ? NULL : &m->entries[at];
+    td_metric_set(m->keys, m->index->readable);
 }
 
-static entry_t *entry_add(kvs_master_t *m, const td_block_key_t *key)
-{
-    uint32_t idx = 0;
+/* --- orders ----------------------------------------------------------------------------------- */
 
-    if (m->free_count == 0) {
-        return NULL;
-    }
-    idx = m->free[--m->free_count];
-    memset(&m->entries[idx], 0, sizeof(m->entries[idx]));
-    m->entries[idx].key = *key;
-    td_key_index_add(&m->index, idx);
-    return &m->entries[idx];
-}
-
-static void lru_unlink(kvs_master_t *m, entry_t *e)
-{
-    if (e->lru_prev != NONE) {
-        m->entries[e->lru_prev].lru_next = e->lru_next;
-    } else {
-        m->lru_oldest = e->lru_next;
-    }
-    if (e->lru_next != NONE) {
-        m->entries[e->lru_next].lru_prev = e->lru_prev;
-    } else {
-        m->lru_newest = e->lru_prev;
-    }
-}
-
-static void lru_push(kvs_master_t *m, entry_t *e)
-{
-    uint32_t idx = (uint32_t)(e - m->entries);
-    e->lru_prev = m->lru_newest;
-    e->lru_next = NONE;
-    if (m->lru_newest != NONE) {
-        m->entries[m->lru_newest].lru_next = idx;
-    } else {
-        m->lru_oldest = idx;
-    }
-    m->lru_newest = idx;
-}
-
-static void order_chain(kvs_master_t *m, entry_t *e, uint32_t order)
-{
-    uint32_t idx = (uint32_t)(e - m->entries);
-    e->order = order;
-    e->lru_prev = NONE;
-    e->lru_next = m->orders[order].first;
-    if (e->lru_next != NONE) {
-        m->entries[e->lru_next].lru_prev = idx;
-    }
-    m->orders[order].first = idx;
-}
-
-static void order_unchain(kvs_master_t *m, const entry_t *e)
-{
-    if (e->lru_prev != NONE) {
-        m->entries[e->lru_prev].lru_next = e->lru_next;
-    } else {
-        m->orders[e->order].first = e->lru_next;
-    }
-    if (e->lru_next != NONE) {
-        m->entries[e->lru_next].lru_prev = e->lru_prev;
-    }
-}
-
-/* Forgets a key; its segment's block counts as unused from now on. */
-static void entry_remove(kvs_master_t *m, entry_t *e)
-{
-    if (e->state == ENTRY_READY) {
-        lru_unlink(m, e);
-        td_metric_set(m->keys_ready, td_metric_get(m->keys_ready) - 1);
-    } else {
-        order_unchain(m, e);
-    }
-    m->segments[e->segment].used--;
-    td_key_index_remove(&m->index, (uint32_t)(e - m->entries));
-    e->state = ENTRY_FREE;
-    m->free[m->free_count++] = (uint32_t)(e - m->entries);
-}
-
-/* --- eviction --------------------------------------------------------------------------------- */
-
-static void send_evict(kvs_master_t *m, const segment_t *segment, const td_block_key_t *keys,
+static void send_evict(kvs_master_t *m, uint32_t segment, const td_block_key_t *keys,
                        uint32_t count)
 {
+    const segment_t *to = &m->segments[segment];
     td_msg_t msg = {.type = TD_MSG_EVICT_ORDER};
+
     if (count == 0) {
         return;
     }
     msg.u.blocks.term = m->term;
-    msg.u.blocks.mount = segment->mount;
+    msg.u.blocks.mount = to->mount;
     msg.u.blocks.count = count;
     msg.u.blocks.keys = keys;
-    if (td_bus_send(m->bus, segment->id, &msg) != TD_OK) {
-        TD_LOG_WARN("evict order not sent", "segment=%s blocks=%u", segment->id, count);
+    if (td_bus_send(m->bus, to->id, &msg) != TD_OK) {
+        TD_LOG_WARN("evict order not sent", "segment=%s blocks=%u", to->id, count);
     }
 }
 
-/* Oldest first; entries under a read lease are passed over. */
-static void evict_from(kvs_master_t *m, uint32_t segment, uint32_t want)
-{
-    td_block_key_t keys[256];
-    uint32_t count = 0;
-    uint32_t done = 0;
-    uint64_t now = td_now_ns();
-
-    for (uint32_t at = m->lru_oldest; at != NONE && done < want;) {
-        entry_t *e = &m->entries[at];
-        at = e->lru_next;
-        if (e->segment != segment || e->lease_until_ns > now) {
-            continue;
-        }
-        keys[count++] = e->key;
-        entry_remove(m, e);
-        td_metric_add(m->evicted, 1);
-        done++;
-        if (count == TD_ARRAY_LEN(keys)) {
-            send_evict(m, &m->segments[segment], keys, count);
-            count = 0;
-        }
-    }
-    send_evict(m, &m->segments[segment], keys, count);
-}
-
-static void evict_if_full(kvs_master_t *m, uint32_t segment)
-{
-    const segment_t *s = &m->segments[segment];
-    if ((uint64_t)s->used * 100 >= (uint64_t)s->block_count * KVS_EVICT_FROM_PERCENT) {
-        evict_from(m, segment, TD_MAX(s->block_count * KVS_EVICT_PERCENT / 100, 1u));
-    }
-    /* The index may be the smaller one: then whoever holds the oldest key gives way. */
-    if ((uint64_t)(m->keys_max - m->free_count) * 100 >=
-            (uint64_t)m->keys_max * KVS_EVICT_FROM_PERCENT &&
-        m->lru_oldest != NONE) {
-        evict_from(m, m->entries[m->lru_oldest].segment,
-                   TD_MAX(m->keys_max * KVS_EVICT_PERCENT / 100, 1u));
-    }
-}
-
-/* --- segments and writers --------------------------------------------------------------------- */
-
-static uint32_t segment_find(const kvs_master_t *m, const char *id, uint64_t incarnation)
-{
-    for (uint32_t i = 0; i < SEGMENTS_MAX; i++) {
-        if (m->segments[i].incarnation == incarnation && strcmp(m->segments[i].id, id) == 0) {
-            return i;
-        }
-    }
-    return NONE;
-}
-
-void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation,
-                           uint32_t block_count)
-{
-    for (uint32_t i = 0; i < SEGMENTS_MAX; i++) {
-        segment_t *s = &m->segments[i];
-        if (s->id[0] == '\0') {
-            memset(s, 0, sizeof(*s));
-            memcpy(s->id, id, TD_MIN(strlen(id), (size_t)TD_MSG_ID_CHARS_MAX));
-            s->incarnation = incarnation;
-            s->mount = td_random_u64();
-            s->block_count = block_count;
-            TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", id, block_count);
-            return;
-        }
-    }
-    TD_LOG_WARN("segment not mounted", "segment=%s limit=%u", id, SEGMENTS_MAX);
-}
-
-static void send_results(kvs_master_t *m, const char *writer, uint64_t request,
+static void send_results(kvs_master_t *m, td_msg_type_t type, const char *to, uint64_t request,
                          const td_block_key_t *keys, const td_status_t *statuses, uint32_t count)
 {
-    td_msg_t msg = {.type = TD_MSG_PUT_RESULT};
+    td_msg_t msg = {.type = type};
+
     msg.u.blocks.request = request;
     msg.u.blocks.count = count;
     msg.u.blocks.keys = keys;
     msg.u.blocks.statuses = statuses;
-    if (count > 0 && td_bus_send(m->bus, writer, &msg) != TD_OK) {
-        TD_LOG_DEBUG("put result not sent", "writer=%s", writer);
+    if (count > 0 && td_bus_send(m->bus, to, &msg) != TD_OK) {
+        TD_LOG_DEBUG("results not sent", "to=%s", to);
     }
+}
+
+static order_t *order_new(kvs_master_t *m, uint32_t segment, const char *writer_id,
+                          uint64_t writer_incarnation)
+{
+    order_t *order = NULL;
+    uint32_t slot = 0;
+
+    if (m->free_order_count == 0) {
+        return NULL;
+    }
+    slot = m->free_orders[--m->free_order_count];
+    order = &m->orders[slot];
+    *order =
+        (order_t){.id = ++m->next_order * KVS_ORDERS_MAX + slot,
+                  .deadline_ns = td_now_ns() + m->index->policy.put_abandoned_ms * TD_NS_PER_MS,
+                  .writer_incarnation = writer_incarnation,
+                  .segment = segment,
+                  .storing = KVS_LIST_EMPTY};
+    memcpy(order->writer_id, writer_id, strlen(writer_id));
+    return order;
+}
+
+static void order_free(kvs_master_t *m, order_t *order)
+{
+    TD_ASSERT(order->storing.oldest == KVS_NONE);
+    m->copies -= order->is_copy;
+    order->id = 0;
+    m->free_orders[m->free_order_count++] = (uint32_t)(order - m->orders);
+}
+
+/* A key's put is over once no segment is fetching it any more; then it says how it ended: well if
+ * it can be read from one of them. */
+static bool put_is_over(const kvs_master_t *m, const td_block_key_t *key, td_status_t *status)
+{
+    const kvs_entry_t *e = kvs_index_find(m->index, key);
+
+    if (e != NULL && e->storing > 0) {
+        return false;
+    }
+    *status = e != NULL ? TD_OK : *status;
+    return true;
 }
 
 /* Takes back what an order has not finished: the segment drops what it may have stored since, and
  * the writer's pins end. */
-static void order_revoke(kvs_master_t *m, uint32_t slot, bool segment_is_gone)
+static void order_revoke(kvs_master_t *m, order_t *order, bool segment_is_gone)
 {
-    const order_t *order = &m->orders[slot];
-    td_block_key_t keys[256];
-    td_status_t statuses[TD_ARRAY_LEN(keys)];
+    td_block_key_t keys[EVICT_KEYS_MAX];
+    td_block_key_t over[EVICT_KEYS_MAX];
+    td_status_t statuses[EVICT_KEYS_MAX];
 
-    while (order->first != NONE) {
+    while (order->storing.oldest != KVS_NONE) {
         uint32_t count = 0;
-        for (; order->first != NONE && count < TD_ARRAY_LEN(keys); count++) {
-            entry_t *e = &m->entries[order->first];
-            keys[count] = e->key;
-            statuses[count] = TD_ERR_CANCELLED;
-            entry_remove(m, e);
-            td_metric_add(m->revoked, 1);
+        uint32_t over_count = 0;
+        for (; order->storing.oldest != KVS_NONE && count < EVICT_KEYS_MAX; count++) {
+            kvs_replica_t *r = &m->index->replicas[order->storing.oldest];
+            keys[count] = *kvs_index_key(m->index, r);
+            (void)kvs_index_drop(m->index, r, &order->storing);
+            td_metric_add(m->revoked, !order->is_copy);
+            over[over_count] = keys[count];
+            statuses[over_count] = TD_ERR_CANCELLED;
+            over_count += put_is_over(m, &keys[count], &statuses[over_count]);
         }
         if (!segment_is_gone) {
-            send_evict(m, &m->segments[order->segment], keys, count);
+            send_evict(m, order->segment, keys, count);
         }
-        send_results(m, order->writer_id, order->writer_request, keys, statuses, count);
+        if (!order->is_copy) {
+            send_results(m, TD_MSG_PUT_RESULT, order->writer_id, order->writer_request, over,
+                         statuses, over_count);
+        }
     }
-    m->orders[slot].id = 0;
+    order_free(m, order);
+    count_keys(m);
 }
 
-static void segment_down(kvs_master_t *m, uint32_t segment)
-{
-    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
-        if (m->orders[i].id != 0 && m->orders[i].segment == segment) {
-            order_revoke(m, i, true);
-        }
-    }
-    for (uint32_t i = 0; i < m->keys_max; i++) {
-        if (m->entries[i].state != ENTRY_FREE && m->entries[i].segment == segment) {
-            entry_remove(m, &m->entries[i]);
-        }
-    }
-    m->segments[segment].id[0] = '\0';
-    m->segments[segment].incarnation = 0;
-}
+/* --- eviction --------------------------------------------------------------------------------- */
 
-void kvs_master_peer_down(kvs_master_t *m, const char *id, uint64_t incarnation)
+static void evict_from(kvs_master_t *m, uint32_t segment, uint32_t want)
 {
-    uint32_t segment = segment_find(m, id, incarnation);
-    if (segment != NONE) {
-        segment_down(m, segment);
-    }
-    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
-        if (m->orders[i].id != 0 && m->orders[i].writer_incarnation == incarnation) {
-            TD_LOG_INFO("put revoked", "writer=%s why=\"writer gone\"", id);
-            order_revoke(m, i, false);
-        }
+    td_block_key_t keys[EVICT_KEYS_MAX];
+    uint32_t count = EVICT_KEYS_MAX;
+
+    for (uint32_t done = 0; done < want && count == EVICT_KEYS_MAX; done += count) {
+        count = kvs_index_evict(m->index, segment, TD_MIN(want - done, EVICT_KEYS_MAX), td_now_ns(),
+                                keys);
+        send_evict(m, segment, keys, count);
+        td_metric_add(m->evicted, count);
     }
 }
 
-/* --- messages --------------------------------------------------------------------------------- */
-
-static uint32_t segment_choose(const kvs_master_t *m)
+static uint32_t fullest_segment(const kvs_master_t *m)
 {
-    uint32_t best = NONE;
-    uint64_t best_free = 0;
-    for (uint32_t i = 0; i < SEGMENTS_MAX; i++) {
-        const segment_t *s = &m->segments[i];
-        if (s->id[0] != '\0' && s->block_count - s->used > best_free) {
-            best_free = s->block_count - s->used;
+    uint32_t best = KVS_NONE;
+
+    for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
+        const kvs_share_t *share = &m->index->shares[i];
+        if (share->mounted && (best == KVS_NONE || share->used > m->index->shares[best].used)) {
             best = i;
         }
     }
     return best;
 }
 
-static uint32_t order_slot(const kvs_master_t *m)
+static void evict_if_full(kvs_master_t *m, uint32_t segment)
 {
-    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
-        if (m->orders[i].id == 0) {
-            return i;
-        }
+    const kvs_index_t *x = m->index;
+
+    if (kvs_index_is_full(x, segment)) {
+        evict_from(m, segment,
+                   TD_MAX(x->shares[segment].block_count * x->policy.evict_percent / 100, 1u));
     }
-    return NONE;
+    /* The index may be the smaller one: then whoever holds most gives way. */
+    if ((uint64_t)(x->keys_max - x->free_entry_count) * 100 >=
+            (uint64_t)x->keys_max * x->policy.evict_from_percent ||
+        x->free_replica_count == 0) {
+        evict_from(m, fullest_segment(m), TD_MAX(x->keys_max * x->policy.evict_percent / 100, 1u));
+    }
 }
 
-/* What PutStart says of one key; TD_OK: it is taken into the order. */
-static td_status_t put_one(kvs_master_t *m, const td_block_key_t *key, uint32_t segment,
-                           uint32_t order)
+/* --- segments and writers --------------------------------------------------------------------- */
+
+void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation,
+                           uint32_t block_count)
 {
-    entry_t *e = entry_find(m, key);
+    uint32_t at = kvs_index_mount(m->index, block_count);
+    segment_t *s = NULL;
+
+    if (at == KVS_NONE) {
+        TD_LOG_WARN("segment not mounted", "segment=%s limit=%u", id, KVS_SEGMENTS_MAX);
+        return;
+    }
+    s = &m->segments[at];
+    *s = (segment_t){.incarnation = incarnation, .mount = td_random_u64()};
+    memcpy(s->id, id, TD_MIN(strlen(id), (size_t)TD_MSG_ID_CHARS_MAX));
+    TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", id, block_count);
+}
+
+static void segment_down(kvs_master_t *m, uint32_t segment)
+{
+    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
+        if (m->orders[i].id != 0 && m->orders[i].segment == segment) {
+            order_revoke(m, &m->orders[i], true);
+        }
+    }
+    kvs_index_unmount(m->index, segment);
+    m->segments[segment] = (segment_t){0};
+    count_keys(m);
+}
+
+void kvs_master_peer_down(kvs_master_t *m, const char *id, uint64_t incarnation)
+{
+    for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
+        if (m->segments[i].incarnation == incarnation && strcmp(m->segments[i].id, id) == 0) {
+            segment_down(m, i);
+        }
+    }
+    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
+        if (m->orders[i].id != 0 && m->orders[i].writer_incarnation == incarnation) {
+            TD_LOG_INFO("put revoked", "writer=%s why=\"writer gone\"", id);
+            order_revoke(m, &m->orders[i], false);
+        }
+    }
+}
+
+/* --- puts ------------------------------------------------------------------------------------- */
+
+/* One PutStart, while it is handled: an order for each segment that shall have its keys. */
+typedef struct put {
+    const td_msg_t *msg;
+    uint32_t segment_count;
+    uint32_t segments[KVS_REPLICAS_MAX];
+    order_t *orders[KVS_REPLICAS_MAX];
+    uint32_t taken[KVS_REPLICAS_MAX]; /* keys of each order */
+    uint32_t *of[KVS_REPLICAS_MAX];   /* which of the message's keys; [count] */
+} put_t;
+
+/* What PutStart says of one key; TD_OK: at least one segment takes it. */
+static td_status_t put_one(kvs_master_t *m, put_t *put, uint32_t key)
+{
+    const td_block_key_t *name = &put->msg->u.blocks.keys[key];
+    const kvs_entry_t *e = kvs_index_find(m->index, name);
+    td_status_t status = TD_ERR_BUSY;
+
     if (e != NULL) {
-        return e->state == ENTRY_READY ? TD_ERR_EXISTS : TD_INPROGRESS;
+        return e->ready > 0 ? TD_ERR_EXISTS : TD_INPROGRESS;
     }
-    if (segment == NONE || order == NONE ||
-        m->segments[segment].used >= m->segments[segment].block_count) {
-        return TD_ERR_BUSY;
+    for (uint32_t s = 0; s < put->segment_count; s++) {
+        order_t *order = put->orders[s];
+        if (kvs_index_begin(m->index, name, put->segments[s], (uint32_t)(order - m->orders),
+                            &order->storing) == TD_OK) {
+            put->of[s][put->taken[s]++] = key;
+            status = TD_OK;
+        }
     }
-    e = entry_add(m, key);
-    if (e == NULL) {
-        return TD_ERR_BUSY;
+    return status;
+}
+
+static void put_choose(kvs_master_t *m, put_t *put)
+{
+    uint32_t chosen[KVS_REPLICAS_MAX];
+    uint32_t count = kvs_index_choose(m->index, m->index->policy.replicas, KVS_NONE, chosen);
+
+    for (uint32_t s = 0; s < count; s++) {
+        order_t *order = order_new(m, chosen[s], put->msg->sender_id, put->msg->sender_incarnation);
+        if (order != NULL) {
+            order->writer_request = put->msg->u.blocks.request;
+            put->segments[put->segment_count] = chosen[s];
+            put->orders[put->segment_count++] = order;
+            evict_if_full(m, chosen[s]);
+        }
     }
-    e->state = ENTRY_STORING;
-    e->segment = segment;
-    order_chain(m, e, order);
-    m->segments[segment].used++;
-    return TD_OK;
+}
+
+/* Sends the orders; a segment that cannot be told is as if it had not been chosen. */
+static void put_order(kvs_master_t *m, const put_t *put, uint32_t s, td_block_key_t *keys,
+                      uint32_t *blocks, uint64_t *numbers)
+{
+    const td_msg_blocks_t *from = &put->msg->u.blocks;
+    td_msg_t msg = {.type = TD_MSG_STORE_ORDER};
+
+    for (uint32_t i = 0; i < put->taken[s]; i++) {
+        const uint32_t key = put->of[s][i];
+        keys[i] = from->keys[key];
+        blocks[i] = from->blocks[key];
+        numbers[i] = from->epochs[key];
+        numbers[from->count + i] = from->checksums[key];
+    }
+    msg.u.blocks = (td_msg_blocks_t){.request = put->orders[s]->id,
+                                     .term = m->term,
+                                     .mount = m->segments[put->segments[s]].mount,
+                                     .writer_id = put->msg->sender_id,
+                                     .writer_incarnation = put->msg->sender_incarnation,
+                                     .count = put->taken[s],
+                                     .keys = keys,
+                                     .blocks = blocks,
+                                     .epochs = numbers,
+                                     .checksums = numbers + from->count};
+    if (put->taken[s] == 0) {
+        order_free(m, put->orders[s]);
+    } else if (td_bus_send(m->bus, m->segments[put->segments[s]].id, &msg) != TD_OK) {
+        order_revoke(m, put->orders[s], false);
+    }
 }
 
 static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
 {
-    const td_msg_blocks_t *put = &msg->u.blocks;
-    uint32_t segment = segment_choose(m);
-    uint32_t slot = order_slot(m);
-    td_msg_t out = {.type = TD_MSG_STORE_ORDER};
-    td_block_key_t *keys = td_calloc(2 * (size_t)put->count, sizeof(*keys));
-    uint64_t *numbers = td_calloc(2 * (size_t)put->count, sizeof(*numbers));
-    uint32_t *blocks = td_calloc(put->count, sizeof(*blocks));
-    td_status_t *refused = td_calloc(put->count, sizeof(*refused));
-    uint32_t taken = 0;
+    const uint32_t count = msg->u.blocks.count;
+    put_t put = {.msg = msg};
+    td_block_key_t *keys = td_calloc(count, sizeof(*keys));
+    uint64_t *numbers = td_calloc(2 * (size_t)count, sizeof(*numbers));
+    uint32_t *blocks = td_calloc(count, sizeof(*blocks));
+    td_status_t *refused = td_calloc(count, sizeof(*refused));
+    uint32_t *of = td_calloc((size_t)count * KVS_REPLICAS_MAX, sizeof(*of));
     uint32_t refusals = 0;
 
-    if (keys == NULL || numbers == NULL || blocks == NULL || refused == NULL) {
+    if (keys == NULL || numbers == NULL || blocks == NULL || refused == NULL || of == NULL) {
         goto done; /* no answer: the writer's pins end at its deadline */
     }
-    if (segment != NONE) {
-        evict_if_full(m, segment);
+    for (uint32_t s = 0; s < KVS_REPLICAS_MAX; s++) {
+        put.of[s] = of + (size_t)s * count;
     }
-    if (slot != NONE) {
-        m->orders[slot].first = NONE;
-    }
-    for (uint32_t i = 0; i < put->count; i++) {
-        td_status_t status = put_one(m, &put->keys[i], segment, slot);
+    put_choose(m, &put);
+    for (uint32_t i = 0; i < count; i++) {
+        td_status_t status = put_one(m, &put, i);
         if (status != TD_OK) {
-            keys[put->count + refusals] = put->keys[i];
+            keys[refusals] = msg->u.blocks.keys[i];
             refused[refusals++] = status;
-            continue;
-        }
-        keys[taken] = put->keys[i];
-        blocks[taken] = put->blocks[i];
-        numbers[taken] = put->epochs[i];
-        numbers[put->count + taken] = put->checksums[i];
-        taken++;
-    }
-    send_results(m, msg->sender_id, put->request, keys + put->count, refused, refusals);
-    if (taken > 0) {
-        order_t *order = &m->orders[slot];
-        order->id = ++m->next_order;
-        order->deadline_ns = td_now_ns() + KVS_PUT_ABANDONED_MS * TD_NS_PER_MS;
-        order->writer_request = put->request;
-        order->writer_incarnation = msg->sender_incarnation;
-        order->segment = segment;
-        memset(order->writer_id, 0, sizeof(order->writer_id));
-        memcpy(order->writer_id, msg->sender_id, strlen(msg->sender_id));
-        out.u.blocks = (td_msg_blocks_t){.request = order->id,
-                                         .term = m->term,
-                                         .mount = m->segments[segment].mount,
-                                         .writer_id = msg->sender_id,
-                                         .writer_incarnation = msg->sender_incarnation,
-                                         .count = taken,
-                                         .keys = keys,
-                                         .blocks = blocks,
-                                         .epochs = numbers,
-                                         .checksums = numbers + put->count};
-        if (td_bus_send(m->bus, m->segments[segment].id, &out) != TD_OK) {
-            order_revoke(m, slot, false);
         }
     }
+    send_results(m, TD_MSG_PUT_RESULT, msg->sender_id, msg->u.blocks.request, keys, refused,
+                 refusals);
+    for (uint32_t s = 0; s < put.segment_count; s++) {
+        put_order(m, &put, s, keys, blocks, numbers);
+    }
+    count_keys(m);
 done:
+    td_free(of);
     td_free(refused);
     td_free(blocks);
     td_free(numbers);
     td_free(keys);
 }
 
+/* The order that a segment reports on, or NULL: revoked meanwhile, and the segment has its evict
+ * order already. */
+static order_t *order_reported(kvs_master_t *m, const td_msg_t *msg)
+{
+    order_t *order = &m->orders[msg->u.blocks.request % KVS_ORDERS_MAX];
+
+    if (order->id == 0 || order->id != msg->u.blocks.request || msg->u.blocks.term != m->term ||
+        m->segments[order->segment].incarnation != msg->sender_incarnation) {
+        return NULL;
+    }
+    return order;
+}
+
+static void one_done(kvs_master_t *m, order_t *order, const td_msg_blocks_t *done, uint32_t i)
+{
+    const kvs_entry_t *e = kvs_index_find(m->index, &done->keys[i]);
+    kvs_replica_t *r = e != NULL ? kvs_index_on(m->index, e, order->segment) : NULL;
+
+    if (r == NULL || r->state != KVS_STORING || r->order != (uint32_t)(order - m->orders)) {
+        return;
+    }
+    if (done->statuses[i] == TD_OK) {
+        kvs_index_stored(m->index, r, &order->storing, done->blocks[i], done->epochs[i],
+                         done->checksums[i]);
+        td_metric_add(order->is_copy ? m->copied : m->stored, 1);
+    } else {
+        (void)kvs_index_drop(m->index, r, &order->storing);
+        td_metric_add(m->revoked, !order->is_copy);
+    }
+}
+
 static void handle_store_done(kvs_master_t *m, const td_msg_t *msg)
 {
     const td_msg_blocks_t *done = &msg->u.blocks;
-    order_t *order = NULL;
-    uint32_t slot = NONE;
+    order_t *order = order_reported(m, msg);
+    td_block_key_t *keys = NULL;
+    td_status_t *statuses = NULL;
+    uint32_t over = 0;
 
-    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
-        if (m->orders[i].id == done->request &&
-            m->segments[m->orders[i].segment].incarnation == msg->sender_incarnation) {
-            slot = i;
-        }
+    if (order == NULL) {
+        return;
     }
-    if (slot == NONE || done->term != m->term || done->request == 0) {
-        return; /* revoked meanwhile: the segment has its evict order already */
+    keys = td_calloc(done->count, sizeof(*keys));
+    statuses = td_calloc(done->count, sizeof(*statuses));
+    /* Last to first: what is stored later counts as used later, and eviction begins at the leaves.
+     */
+    for (uint32_t i = done->count; i > 0; i--) {
+        one_done(m, order, done, i - 1);
     }
-    order = &m->orders[slot];
-    for (uint32_t i = 0; i < done->count; i++) {
-        entry_t *e = entry_find(m, &done->keys[i]);
-        if (e == NULL || e->state != ENTRY_STORING || e->order != slot) {
-            continue;
-        }
-        if (done->statuses[i] != TD_OK) {
-            entry_remove(m, e);
-            td_metric_add(m->revoked, 1);
-            continue;
-        }
-        order_unchain(m, e);
-        e->state = ENTRY_READY;
-        e->block = done->blocks[i];
-        e->epoch = done->epochs[i];
-        e->checksum = done->checksums[i];
-        lru_push(m, e);
-        td_metric_add(m->stored, 1);
-        td_metric_set(m->keys_ready, td_metric_get(m->keys_ready) + 1);
+    for (uint32_t i = 0; keys != NULL && statuses != NULL && i < done->count; i++) {
+        keys[over] = done->keys[i];
+        statuses[over] = done->statuses[i];
+        over += put_is_over(m, &done->keys[i], &statuses[over]);
     }
-    send_results(m, order->writer_id, order->writer_request, done->keys, done->statuses,
-                 done->count);
+    if (!order->is_copy) {
+        send_results(m, TD_MSG_PUT_RESULT, order->writer_id, order->writer_request, keys, statuses,
+                     over);
+    }
     TD_FAULT_POINT("store_put_end");
-    if (order->first != NONE) {
-        order_revoke(m, slot,
-                     false); /* a result is missing: no key stays in progress for ever (F7) */
-    }
-    order->id = 0;
+    /* Without a result no key stays in progress for ever (F7). */
+    order_revoke(m, order, false);
+    td_free(statuses);
+    td_free(keys);
 }
+
+/* --- hot keys --------------------------------------------------------------------------------- */
+
+/* Has one segment more fetch those of the keys that are read so often that it helps. They are
+ * fetched from the segment that was named to the reader, which keeps them: they are leased. */
+static void copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
+                     const td_block_key_t *keys, const uint32_t *segments)
+{
+    td_block_key_t names[KVS_COPY_BLOCKS_MAX];
+    uint32_t blocks[KVS_COPY_BLOCKS_MAX];
+    uint64_t numbers[2][KVS_COPY_BLOCKS_MAX];
+    td_msg_t msg = {.type = TD_MSG_STORE_ORDER};
+    uint32_t source = KVS_NONE;
+    uint32_t dest = KVS_NONE;
+    order_t *order = NULL;
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < found->count && count < KVS_COPY_BLOCKS_MAX; i++) {
+        const kvs_entry_t *e = kvs_index_find(m->index, &keys[i]);
+        if (e == NULL || !kvs_index_is_hot(m->index, e) ||
+            (order != NULL && segments[i] != source)) {
+            continue;
+        }
+        if (order == NULL) {
+            source = segments[i];
+            if (m->copies >= KVS_COPIES_MAX || kvs_index_choose(m->index, 1, source, &dest) == 0 ||
+                kvs_index_is_full(m->index, dest)) {
+                return; /* a copy never drives out what is there */
+            }
+            order = order_new(m, dest, m->segments[source].id, m->segments[source].incarnation);
+            if (order == NULL) {
+                return;
+            }
+            order->is_copy = true;
+            m->copies++;
+        }
+        if (kvs_index_begin(m->index, &keys[i], dest, (uint32_t)(order - m->orders),
+                            &order->storing) == TD_OK) {
+            names[count] = keys[i];
+            blocks[count] = found->blocks[i];
+            numbers[0][count] = found->epochs[i];
+            numbers[1][count++] = found->checksums[i];
+        }
+    }
+    if (order == NULL) {
+        return;
+    }
+    msg.u.blocks = (td_msg_blocks_t){.request = order->id,
+                                     .term = m->term,
+                                     .mount = m->segments[dest].mount,
+                                     .writer_id = order->writer_id,
+                                     .writer_incarnation = order->writer_incarnation,
+                                     .count = count,
+                                     .keys = names,
+                                     .blocks = blocks,
+                                     .epochs = numbers[0],
+                                     .checksums = numbers[1]};
+    if (count == 0 || td_bus_send(m->bus, m->segments[dest].id, &msg) != TD_OK) {
+        order_revoke(m, order, false);
+    }
+}
+
+static void drop_cooled(kvs_master_t *m)
+{
+    for (uint32_t i = 0; i < COOLED_MAX; i++) {
+        td_block_key_t key;
+        uint32_t segment = kvs_index_cool(m->index, COOL_LOOKS, td_now_ns(), &key);
+        if (segment == KVS_NONE) {
+            return;
+        }
+        send_evict(m, segment, &key, 1);
+        td_metric_add(m->cooled, 1);
+    }
+}
+
+/* --- lookups ---------------------------------------------------------------------------------- */
 
 /* Adds a segment's id to the answer's list. */
 static uint32_t answer_segment(const char **ids, uint32_t *count, const char *id)
 {
     for (uint32_t i = 0; i < *count; i++) {
-        if (strcmp(ids[i], id) == 0) {
+        if (ids[i] == id) {
             return i;
         }
     }
@@ -535,35 +584,40 @@ static uint32_t answer_segment(const char **ids, uint32_t *count, const char *id
 static void handle_lookup(kvs_master_t *m, const td_msg_t *msg)
 {
     const td_msg_blocks_t *ask = &msg->u.blocks;
-    const char *ids[SEGMENTS_MAX];
+    const uint64_t now = td_now_ns();
+    const char *ids[KVS_SEGMENTS_MAX];
     uint32_t id_count = 0;
     uint32_t found = 0;
     td_msg_t out = {.type = TD_MSG_LOOKUP_RESULT};
-    uint32_t *small = td_calloc(2 * (size_t)ask->count, sizeof(*small));
+    kvs_entry_t **entries = td_calloc(ask->count, sizeof(kvs_entry_t *));
+    uint32_t *small = td_calloc(3 * (size_t)ask->count, sizeof(*small));
+    uint32_t *segments = small == NULL ? NULL : small + 2 * (size_t)ask->count;
     uint64_t *numbers = td_calloc(2 * (size_t)ask->count, sizeof(*numbers));
 
-    if (small == NULL || numbers == NULL) {
+    if (entries == NULL || small == NULL || numbers == NULL) {
         goto done;
     }
-    while (found < ask->count) {
-        entry_t *e = entry_find(m, &ask->keys[found]);
-        if (e == NULL || e->state != ENTRY_READY) {
+    for (; found < ask->count; found++) {
+        kvs_entry_t *e = kvs_index_find(m->index, &ask->keys[found]);
+        const kvs_replica_t *r = e == NULL ? NULL : kvs_index_serve(m->index, e);
+        if (r == NULL) {
             break;
         }
-        e->lease_until_ns = td_now_ns() + KVS_LEASE_MS * TD_NS_PER_MS;
-        lru_unlink(m, e);
-        lru_push(m, e);
-        small[found] = answer_segment(ids, &id_count, m->segments[e->segment].id);
-        small[ask->count + found] = e->block;
-        numbers[found] = e->epoch;
-        numbers[ask->count + found] = e->checksum;
-        found++;
+        entries[found] = e;
+        segments[found] = r->segment;
+        small[found] = answer_segment(ids, &id_count, m->segments[r->segment].id);
+        small[ask->count + found] = r->block;
+        numbers[found] = r->epoch;
+        numbers[ask->count + found] = r->checksum;
+    }
+    for (uint32_t i = found; i > 0; i--) {
+        kvs_index_touch(m->index, entries[i - 1], now);
     }
     td_metric_add(m->hits, found);
     td_metric_add(m->misses, ask->count - found);
     out.u.found = (td_msg_lookup_result_t){.request = ask->request,
                                            .status = found > 0 ? TD_OK : TD_ERR_NOT_FOUND,
-                                           .lease_ms = KVS_LEASE_MS,
+                                           .lease_ms = m->index->policy.lease_ms,
                                            .segment_count = id_count,
                                            .segment_ids = ids,
                                            .count = found,
@@ -575,10 +629,70 @@ static void handle_lookup(kvs_master_t *m, const td_msg_t *msg)
     if (td_bus_send(m->bus, msg->sender_id, &out) != TD_OK) {
         TD_LOG_DEBUG("lookup result not sent", "to=%s", msg->sender_id);
     }
+    copy_hot(m, &out.u.found, ask->keys, segments);
 done:
     td_free(numbers);
     td_free(small);
+    td_free(entries);
 }
+
+/* --- pins and removal ------------------------------------------------------------------------- */
+
+static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
+{
+    kvs_entry_t *e = kvs_index_find(m->index, key);
+    bool left = true;
+
+    if (e == NULL) {
+        return TD_ERR_NOT_FOUND;
+    }
+    if (e->storing > 0) {
+        return TD_INPROGRESS;
+    }
+    if (e->lease_until_ns > td_now_ns()) {
+        return TD_ERR_BUSY;
+    }
+    while (left) {
+        kvs_replica_t *r = &m->index->replicas[e->first];
+        const uint32_t segment = r->segment;
+        left = kvs_index_drop(m->index, r, NULL);
+        send_evict(m, segment, key, 1);
+    }
+    return TD_OK;
+}
+
+static td_status_t pin_one(kvs_master_t *m, const td_block_key_t *key, kvs_pin_t pin)
+{
+    kvs_entry_t *e = kvs_index_find(m->index, key);
+
+    if (e == NULL) {
+        return TD_ERR_NOT_FOUND;
+    }
+    kvs_index_pin(m->index, e, pin, td_now_ns());
+    return TD_OK;
+}
+
+/* StorePin and StoreRemove: one answer for each key. */
+static void handle_change(kvs_master_t *m, const td_msg_t *msg)
+{
+    const td_msg_blocks_t *ask = &msg->u.blocks;
+    td_status_t *statuses = td_calloc(ask->count, sizeof(*statuses));
+
+    if (statuses == NULL) {
+        return; /* no answer: the asker's deadline */
+    }
+    for (uint32_t i = 0; i < ask->count; i++) {
+        statuses[i] = msg->type == TD_MSG_STORE_REMOVE
+                          ? remove_one(m, &ask->keys[i])
+                          : pin_one(m, &ask->keys[i], (kvs_pin_t)ask->pin);
+    }
+    send_results(m, TD_MSG_STORE_RESULT, msg->sender_id, ask->request, ask->keys, statuses,
+                 ask->count);
+    count_keys(m);
+    td_free(statuses);
+}
+
+/* --- loop ------------------------------------------------------------------------------------- */
 
 bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
 {
@@ -592,6 +706,10 @@ bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
     case TD_MSG_LOOKUP:
         handle_lookup(m, msg);
         return true;
+    case TD_MSG_STORE_PIN:
+    case TD_MSG_STORE_REMOVE:
+        handle_change(m, msg);
+        return true;
     default:
         return false;
     }
@@ -600,10 +718,16 @@ bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
 void kvs_master_tick(kvs_master_t *m)
 {
     uint64_t now = td_now_ns();
+
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && now >= m->orders[i].deadline_ns) {
             TD_LOG_WARN("put revoked", "writer=%s why=\"abandoned\"", m->orders[i].writer_id);
-            order_revoke(m, i, false);
+            order_revoke(m, &m->orders[i], false);
         }
     }
+    if (now - m->served_ns >= TD_NS_PER_S) {
+        m->served_ns = now;
+        kvs_index_forget_half_served(m->index);
+    }
+    drop_cooled(m);
 }

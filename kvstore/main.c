@@ -32,7 +32,39 @@ static const td_option_t options[] = {
     {"role", TD_OPTION_CHOICE, "both", "what this process is", 0, 0, "both|master|segment"},
     {"capacity", TD_OPTION_BYTES, "512M", "memory donated to the store", 1 << 20, 1ull << 46},
     {"keys-max", TD_OPTION_COUNT, "262144", "index entries of the master", 16, KVS_KEYS_MAX},
+    {"lease-ms", TD_OPTION_COUNT, "10000", "a reader's hold on a block; eviction waits", 0,
+     3600000},
+    {"soft-pin-ms", TD_OPTION_COUNT, "1800000", "how long a soft pin holds", 0, 604800000},
+    {"put-abandoned-ms", TD_OPTION_COUNT, "30000", "a put not finished by then is revoked", 100,
+     3600000},
+    {"evict-from-percent", TD_OPTION_COUNT, "90", "eviction begins when a segment is so full", 1,
+     100},
+    {"evict-percent", TD_OPTION_COUNT, "5", "and frees so much of it at a time", 1, 100},
+    {"replicas", TD_OPTION_COUNT, "1", "copies of a new block, on different segments", 1,
+     KVS_REPLICAS_MAX},
+    {"hot-replicas", TD_OPTION_COUNT, "3", "copies of a block that is often read, at most", 1,
+     KVS_REPLICAS_MAX},
+    {"hot-hits", TD_OPTION_COUNT, "16", "lookups lately for each further copy", 1, UINT32_MAX},
+    {"hot-half-ms", TD_OPTION_COUNT, "10000", "after so long half of the lookups are forgotten", 1,
+     3600000},
 };
+
+static kvs_policy_t read_policy(const td_config_t *config)
+{
+    kvs_policy_t p = {
+        .lease_ms = (uint32_t)td_config_u64(config, "lease-ms"),
+        .soft_pin_ms = (uint32_t)td_config_u64(config, "soft-pin-ms"),
+        .put_abandoned_ms = (uint32_t)td_config_u64(config, "put-abandoned-ms"),
+        .evict_from_percent = (uint32_t)td_config_u64(config, "evict-from-percent"),
+        .evict_percent = (uint32_t)td_config_u64(config, "evict-percent"),
+        .replicas = (uint32_t)td_config_u64(config, "replicas"),
+        .hot_replicas = (uint32_t)td_config_u64(config, "hot-replicas"),
+        .hot_hits = (uint32_t)td_config_u64(config, "hot-hits"),
+        .hot_half_ms = (uint32_t)td_config_u64(config, "hot-half-ms"),
+    };
+    p.hot_replicas = TD_MAX(p.hot_replicas, p.replicas);
+    return p;
+}
 
 static void self_describe(const app_t *app, td_msg_register_t *self)
 {
@@ -200,9 +232,10 @@ static td_status_t start(app_t *app)
     if (strcmp(role, "segment") != 0) {
         /* A later master of this machine has a higher term; with etcd it is the leader key's
          * revision. */
+        const kvs_policy_t policy = read_policy(app->proc.config);
         TD_TRY(kvs_master_create(app->proc.bus, app->proc.metrics,
-                                 (uint32_t)td_config_u64(app->proc.config, "keys-max"), td_wall_s(),
-                                 &app->master));
+                                 (uint32_t)td_config_u64(app->proc.config, "keys-max"), &policy,
+                                 td_wall_s(), &app->master));
     }
     self_describe(app, &self);
     TD_TRY(td_member_create(app->proc.bus, router, &self, &events, &app->member));

@@ -232,7 +232,8 @@ static void publish_blocks(pfn_node_t *p, pfn_request_t *r)
 
     for (uint32_t b = r->local_blocks + r->store_blocks; b < r->full_blocks; b++) {
         uint32_t idx = r->seq.blocks[b];
-        if (td_pool_index(p->node.pool, idx, &r->keys[b], r->hashes[b]) != TD_OK) {
+        if (td_pool_index_after(p->node.pool, idx, b > 0 ? &r->keys[b - 1] : NULL, &r->keys[b],
+                                r->hashes[b]) != TD_OK) {
             continue;
         }
         p->scratch_blocks[count++] = idx;

@@ -82,7 +82,8 @@ static void take_fetched(pfn_node_t *p, pfn_request_t *r)
             break;
         }
         r->store_blocks++;
-        if (td_pool_index(p->node.pool, idx, &r->keys[i], r->hashes[i]) != TD_OK) {
+        if (td_pool_index_after(p->node.pool, idx, i > 0 ? &r->keys[i - 1] : NULL, &r->keys[i],
+                                r->hashes[i]) != TD_OK) {
             continue; /* another request brought the same block meanwhile: ours stays private */
         }
     }

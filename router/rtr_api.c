@@ -196,6 +196,7 @@ static td_status_t read_counts(const rtr_parse_t *ps)
 {
     rtr_params_t *p = ps->p;
     int64_t top_k = 0;
+    int64_t priority = 0;
     int64_t value = 0;
     bool has_seed = false;
     bool completion_tokens = false;
@@ -209,6 +210,8 @@ static td_status_t read_counts(const rtr_parse_t *ps)
     }
     p->max_tokens = (uint32_t)value;
     TD_TRY(field_u32(ps, "min_tokens", 0, UINT32_MAX, &p->min_tokens));
+    TD_TRY(rtr_field_int(ps, "priority", INT32_MIN, INT32_MAX, &priority, NULL));
+    p->priority = (int32_t)priority;
     TD_TRY(rtr_field_int(ps, "top_k", -1, UINT32_MAX, &top_k, NULL));
     p->top_k = top_k > 0 ? (uint32_t)top_k : 0;
     value = 0;

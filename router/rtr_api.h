@@ -66,6 +66,7 @@ typedef struct rtr_params {
     bool has_max_tokens;
     uint32_t max_tokens; /* as asked; each prompt has its own clamped one */
     uint32_t min_tokens;
+    int32_t priority; /* lower is served first, as with other servers */
     float temperature;
     float top_p;
     float min_p;

@@ -473,6 +473,7 @@ static td_status_t send_work(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_ty
                         .n = p->n,
                         .max_tokens = prompt->max_tokens,
                         .min_tokens = p->min_tokens,
+                        .priority = p->priority,
                         .ignore_eos = p->ignore_eos,
                         .want_logprobs = p->want_logprobs,
                         .top_logprobs = p->top_logprobs,

@@ -3,8 +3,11 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "common/base/td_log.h"
+
+#define HUGE_PAGE_BYTES ((size_t)2 << 20)
 
 /* Relaxed everywhere: the counters order nothing, they are only counted. */
 static atomic_uint_fast64_t alloc_count;
@@ -91,6 +94,22 @@ void *td_alloc_aligned(size_t align_bytes, size_t bytes)
         return NULL;
     }
     return ptr;
+}
+
+void *td_calloc_table(size_t count, size_t bytes)
+{
+    size_t size = 0;
+    void *table = NULL;
+
+    if (!td_size_mul(count, bytes, &size) || size < HUGE_PAGE_BYTES) {
+        return td_calloc(count, bytes);
+    }
+    table = td_alloc_aligned(HUGE_PAGE_BYTES, size);
+    if (table != NULL) {
+        (void)madvise(table, size, MADV_HUGEPAGE); /* a wish: refused, it works all the same */
+        memset(table, 0, size);
+    }
+    return table;
 }
 
 char *td_strndup(const char *text, size_t len)

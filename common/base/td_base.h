@@ -39,6 +39,9 @@ void *td_alloc(size_t bytes);
 void *td_calloc(size_t count, size_t bytes);
 void *td_realloc(void *ptr, size_t bytes);
 void *td_alloc_aligned(size_t align_bytes, size_t bytes);
+/** A calloc for tables that are read at random: large ones lie in huge pages, so that an access
+ * seldom costs a page walk as well. They are touched at once. */
+void *td_calloc_table(size_t count, size_t bytes);
 char *td_strdup(const char *text);
 char *td_strndup(const char *text, size_t len);
 void td_free(void *ptr);

@@ -4,6 +4,9 @@
 
 #include "common/base/td_base.h"
 
+#define SLOTS_AHEAD 24u   /* keys whose slot is asked for before it is read */
+#define ENTRIES_AHEAD 12u /* and whose entry is */
+
 static const td_block_key_t *key_at(const td_key_index_t *x, uint32_t entry)
 {
     return (const td_block_key_t *)(const void *)(x->keys + (size_t)entry * x->stride);
@@ -19,16 +22,16 @@ static uint32_t home_of(const td_key_index_t *x, const td_block_key_t *key)
 td_status_t td_key_index_init(td_key_index_t *x, uint32_t capacity, const td_block_key_t *first_key,
                               size_t stride)
 {
-    uint32_t slots = 4;
-    while (slots < 2 * capacity) {
+    uint64_t slots = 4;
+    while (slots * 2 < (uint64_t)capacity * 3) {
         slots *= 2;
     }
-    x->slots = td_alloc(slots * sizeof(*x->slots));
+    x->slots = td_calloc_table(slots, sizeof(*x->slots));
     if (x->slots == NULL) {
         return TD_ERR_NO_MEMORY;
     }
     memset(x->slots, 0xff, slots * sizeof(*x->slots));
-    x->mask = slots - 1;
+    x->mask = (uint32_t)(slots - 1);
     x->keys = (const uint8_t *)first_key;
     x->stride = stride;
     return TD_OK;
@@ -53,6 +56,34 @@ static uint32_t slot_of(const td_key_index_t *x, const td_block_key_t *key)
 uint32_t td_key_index_find(const td_key_index_t *x, const td_block_key_t *key)
 {
     return x->slots[slot_of(x, key)];
+}
+
+uint32_t td_key_index_find_run(const td_key_index_t *x, const td_block_key_t *keys, uint32_t count,
+                               uint32_t *out)
+{
+    for (uint32_t i = 0; i < count + SLOTS_AHEAD; i++) {
+        if (i < count) {
+            __builtin_prefetch(&x->slots[home_of(x, &keys[i])]);
+        }
+        if (i >= SLOTS_AHEAD - ENTRIES_AHEAD && i - (SLOTS_AHEAD - ENTRIES_AHEAD) < count) {
+            const uint32_t entry = x->slots[home_of(x, &keys[i - (SLOTS_AHEAD - ENTRIES_AHEAD)])];
+            if (entry != TD_KEY_INDEX_NONE) {
+                __builtin_prefetch(key_at(x, entry), 1);
+            }
+        }
+        if (i >= SLOTS_AHEAD) {
+            out[i - SLOTS_AHEAD] = td_key_index_find(x, &keys[i - SLOTS_AHEAD]);
+            if (out[i - SLOTS_AHEAD] == TD_KEY_INDEX_NONE) {
+                return i - SLOTS_AHEAD;
+            }
+        }
+    }
+    return count;
+}
+
+size_t td_key_index_bytes(const td_key_index_t *x)
+{
+    return ((size_t)x->mask + 1) * sizeof(*x->slots);
 }
 
 void td_key_index_add(td_key_index_t *x, uint32_t entry)

@@ -9,21 +9,26 @@
 
 _Static_assert(TD_POOL_NONE == TD_KEY_INDEX_NONE, "one value says none");
 
+/* Free is 0: where the free stack begins. */
 typedef enum block_state {
-    BLOCK_FREE,
+    BLOCK_FREE = 0,
     BLOCK_ACTIVE,
     BLOCK_CACHED,
     BLOCK_QUARANTINED
 } block_state_t;
 
+#define REFS_MAX ((1u << 29) - 1)
+
+/* 36 bytes: a match touches one or two cache lines a block. */
 typedef struct block_meta {
-    td_block_key_t key;    /* valid while indexed */
-    uint64_t content_hash; /* valid while indexed */
-    uint32_t refs;
+    td_block_key_t key; /* valid while indexed */
+    uint32_t refs : 29;
+    uint32_t state : 2;
+    uint32_t indexed : 1;
     uint32_t lru_prev; /* towards the least recently used; valid while cached */
-    uint32_t lru_next;
-    uint8_t state;
-    bool indexed;
+    uint32_t lru_next; /* valid while cached; free: the next free block */
+    uint32_t parent;   /* the indexed block it follows, or TD_POOL_NONE; valid while indexed */
+    uint32_t children; /* indexed blocks that follow it */
 } block_meta_t;
 
 struct td_pool {
@@ -32,7 +37,8 @@ struct td_pool {
     uint32_t block_count;
     block_meta_t *meta;           /* owned, [block_count] */
     atomic_uint_fast64_t *epochs; /* owned, [block_count]; release on change, acquire on read */
-    uint32_t *free_stack;         /* owned; [0, free_count) plus the reserved ones, see below */
+    uint64_t *content_hashes;     /* owned, [block_count]; valid while indexed */
+    uint32_t free_first;          /* of the stack through lru_next */
     uint32_t free_total;          /* blocks on the stack: free and reserved together */
     uint32_t reserved;            /* of those, promised */
     uint32_t cached;
@@ -61,10 +67,10 @@ td_status_t td_pool_create(uint8_t *bytes, uint32_t block_count, size_t block_by
     if (pool == NULL) {
         goto err;
     }
-    pool->meta = td_calloc(block_count, sizeof(*pool->meta));
-    pool->epochs = td_calloc(block_count, sizeof(*pool->epochs));
-    pool->free_stack = td_calloc(block_count, sizeof(*pool->free_stack));
-    if (pool->meta == NULL || pool->epochs == NULL || pool->free_stack == NULL ||
+    pool->meta = td_calloc_table(block_count, sizeof(*pool->meta));
+    pool->epochs = td_calloc_table(block_count, sizeof(*pool->epochs));
+    pool->content_hashes = td_calloc_table(block_count, sizeof(*pool->content_hashes));
+    if (pool->meta == NULL || pool->epochs == NULL || pool->content_hashes == NULL ||
         td_key_index_init(&pool->index, block_count, &pool->meta[0].key, sizeof(*pool->meta)) !=
             TD_OK) {
         goto err_free;
@@ -75,8 +81,8 @@ td_status_t td_pool_create(uint8_t *bytes, uint32_t block_count, size_t block_by
     pool->lru_oldest = TD_POOL_NONE;
     pool->lru_newest = TD_POOL_NONE;
     for (uint32_t i = 0; i < block_count; i++) {
-        pool->free_stack[i] = block_count - 1 - i; /* block 0 on top */
-        atomic_init(&pool->epochs[i], 1);          /* 0 is never a live epoch */
+        pool->meta[i].lru_next = i + 1 < block_count ? i + 1 : TD_POOL_NONE;
+        atomic_init(&pool->epochs[i], 1); /* 0 is never a live epoch */
     }
     pool->free_total = block_count;
     *out = pool;
@@ -85,7 +91,7 @@ td_status_t td_pool_create(uint8_t *bytes, uint32_t block_count, size_t block_by
 err_free:
     td_free(pool->meta);
     td_free(pool->epochs);
-    td_free(pool->free_stack);
+    td_free(pool->content_hashes);
     td_key_index_fini(&pool->index);
     td_free(pool);
 err:
@@ -105,7 +111,7 @@ void td_pool_destroy(td_pool_t *pool)
     }
     td_free(pool->meta);
     td_free(pool->epochs);
-    td_free(pool->free_stack);
+    td_free(pool->content_hashes);
     td_key_index_fini(&pool->index);
     td_free(pool);
 }
@@ -147,20 +153,49 @@ static void lru_remove(td_pool_t *pool, uint32_t idx)
 static void block_to_free(td_pool_t *pool, uint32_t idx)
 {
     pool->meta[idx].state = BLOCK_FREE;
+    pool->meta[idx].lru_next = pool->free_first;
+    pool->free_first = idx;
+    pool->free_total++;
     /* Whoever still reads by the old descriptor sees the change and drops what it read. */
     atomic_fetch_add_explicit(&pool->epochs[idx], 1, memory_order_release);
-    pool->free_stack[pool->free_total++] = idx;
+}
+
+/* Blocks know what they follow, not what follows them: only a block that goes before its children
+ * (its bytes proved wrong, or nothing else can be evicted) has to look for them. */
+static void leave_children(td_pool_t *pool, uint32_t idx)
+{
+    for (uint32_t i = 0; i < pool->block_count && pool->meta[idx].children > 0; i++) {
+        if (pool->meta[i].indexed && pool->meta[i].parent == idx) {
+            pool->meta[i].parent = TD_POOL_NONE;
+            pool->meta[idx].children--;
+        }
+    }
 }
 
 static void index_drop(td_pool_t *pool, uint32_t idx)
 {
+    block_meta_t *m = &pool->meta[idx];
+
+    leave_children(pool, idx);
+    if (m->parent != TD_POOL_NONE) {
+        pool->meta[m->parent].children--;
+    }
     td_key_index_remove(&pool->index, idx);
-    pool->meta[idx].indexed = false;
+    m->indexed = false;
 }
 
+/* Leaves first: what others follow is as young as they are. Sequences give blocks back last to
+ * first, so the oldest block hardly ever has children. When all have (sequences that hold copies of
+ * their own go on behind cached blocks), the oldest goes all the same. */
 static void evict_oldest(td_pool_t *pool)
 {
     uint32_t idx = pool->lru_oldest;
+
+    for (uint32_t i = pool->cached; i > 0 && pool->meta[idx].children > 0; i--) {
+        lru_remove(pool, idx);
+        lru_push(pool, idx);
+        idx = pool->lru_oldest;
+    }
     lru_remove(pool, idx);
     index_drop(pool, idx);
     block_to_free(pool, idx);
@@ -190,7 +225,9 @@ uint32_t td_pool_take_reserved(td_pool_t *pool)
     uint32_t idx = 0;
     TD_ASSERT(pool->reserved > 0 && pool->free_total >= pool->reserved);
     pool->reserved--;
-    idx = pool->free_stack[--pool->free_total];
+    idx = pool->free_first;
+    pool->free_first = pool->meta[idx].lru_next;
+    pool->free_total--;
     pool->meta[idx].state = BLOCK_ACTIVE;
     pool->meta[idx].refs = 1;
     pool->meta[idx].indexed = false;
@@ -215,7 +252,7 @@ void td_pool_ref(td_pool_t *pool, uint32_t idx)
         m->state = BLOCK_ACTIVE;
         pool->active++;
     }
-    TD_ASSERT(m->state == BLOCK_ACTIVE);
+    TD_ASSERT(m->state == BLOCK_ACTIVE && m->refs < REFS_MAX);
     m->refs++;
 }
 
@@ -243,16 +280,27 @@ uint32_t td_pool_refs(const td_pool_t *pool, uint32_t idx)
 td_status_t td_pool_index(td_pool_t *pool, uint32_t idx, const td_block_key_t *key,
                           uint64_t content_hash)
 {
+    return td_pool_index_after(pool, idx, NULL, key, content_hash);
+}
+
+td_status_t td_pool_index_after(td_pool_t *pool, uint32_t idx, const td_block_key_t *parent_key,
+                                const td_block_key_t *key, uint64_t content_hash)
+{
     block_meta_t *m = &pool->meta[idx];
 
     TD_ASSERT(idx < pool->block_count && m->state == BLOCK_ACTIVE && !m->indexed);
     if (td_key_index_find(&pool->index, key) != TD_KEY_INDEX_NONE) {
         return TD_ERR_EXISTS;
     }
+    m->parent = parent_key == NULL ? TD_POOL_NONE : td_key_index_find(&pool->index, parent_key);
     m->key = *key;
     td_key_index_add(&pool->index, idx);
-    m->content_hash = content_hash;
     m->indexed = true;
+    m->children = 0;
+    if (m->parent != TD_POOL_NONE) {
+        pool->meta[m->parent].children++;
+    }
+    pool->content_hashes[idx] = content_hash;
     return TD_OK;
 }
 
@@ -282,22 +330,18 @@ uint32_t td_pool_find(const td_pool_t *pool, const td_block_key_t *key)
 uint32_t td_pool_match(td_pool_t *pool, const td_block_key_t *keys, uint32_t count,
                        uint32_t *idx_out)
 {
-    uint32_t n = 0;
-    while (n < count) {
-        uint32_t idx = td_pool_find(pool, &keys[n]);
-        if (idx == TD_POOL_NONE) {
-            break;
-        }
-        td_pool_ref(pool, idx);
-        idx_out[n++] = idx;
+    const uint32_t found = td_key_index_find_run(&pool->index, keys, count, idx_out);
+
+    for (uint32_t i = 0; i < found; i++) {
+        td_pool_ref(pool, idx_out[i]);
     }
-    return n;
+    return found;
 }
 
 uint64_t td_pool_content_hash(const td_pool_t *pool, uint32_t idx)
 {
     TD_ASSERT(pool->meta[idx].indexed);
-    return pool->meta[idx].content_hash;
+    return pool->content_hashes[idx];
 }
 
 const td_block_key_t *td_pool_key(const td_pool_t *pool, uint32_t idx)
@@ -356,6 +400,13 @@ td_pool_counts_t td_pool_counts(const td_pool_t *pool)
     };
     TD_ASSERT(c.free + c.reserved + c.cached + c.active + c.quarantined == c.total);
     return c;
+}
+
+size_t td_pool_own_bytes(const td_pool_t *pool)
+{
+    const size_t block =
+        sizeof(*pool->meta) + sizeof(*pool->epochs) + sizeof(*pool->content_hashes);
+    return sizeof(*pool) + pool->block_count * block + td_key_index_bytes(&pool->index);
 }
 
 uint64_t td_pool_evictions(const td_pool_t *pool)

@@ -60,7 +60,13 @@ uint32_t td_pool_refs(const td_pool_t *pool, uint32_t idx);
  * already the block stays as it is and TD_ERR_EXISTS comes back. O(1). */
 TD_MUST_CHECK td_status_t td_pool_index(td_pool_t *pool, uint32_t idx, const td_block_key_t *key,
                                         uint64_t content_hash);
-/** Takes a block out of the index (its bytes proved wrong); a cached one becomes free. */
+/** The same for a block that follows another in a sequence: while the block is indexed, eviction
+ * passes over the indexed one of parent_key (NULL or not indexed: as td_pool_index()). O(1). */
+TD_MUST_CHECK td_status_t td_pool_index_after(td_pool_t *pool, uint32_t idx,
+                                              const td_block_key_t *parent_key,
+                                              const td_block_key_t *key, uint64_t content_hash);
+/** Takes a block out of the index (its bytes proved wrong); a cached one becomes free.
+ * Cost: O(1), or O(blocks) where others follow it. */
 void td_pool_unindex(td_pool_t *pool, uint32_t idx);
 bool td_pool_is_indexed(const td_pool_t *pool, uint32_t idx);
 /** The block of a key, or TD_POOL_NONE; takes no reference. */
@@ -83,4 +89,6 @@ uint8_t *td_pool_bytes(const td_pool_t *pool, uint32_t idx);
 uint8_t *td_pool_base(const td_pool_t *pool);
 size_t td_pool_block_bytes(const td_pool_t *pool);
 td_pool_counts_t td_pool_counts(const td_pool_t *pool);
+/** Units: bytes of bookkeeping, without the blocks themselves. */
+size_t td_pool_own_bytes(const td_pool_t *pool);
 uint64_t td_pool_evictions(const td_pool_t *pool);

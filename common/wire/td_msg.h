@@ -45,7 +45,10 @@ typedef enum td_msg_type {
     TD_MSG_STORE_DONE = 43,
     TD_MSG_EVICT_ORDER = 44,
     TD_MSG_LOOKUP = 45,
-    TD_MSG_LOOKUP_RESULT = 46
+    TD_MSG_LOOKUP_RESULT = 46,
+    TD_MSG_STORE_PIN = 47,
+    TD_MSG_STORE_REMOVE = 48,
+    TD_MSG_STORE_RESULT = 49
 } td_msg_type_t;
 
 typedef enum td_role {
@@ -138,6 +141,7 @@ typedef struct td_msg_work { /* RESERVE and START */
     uint32_t n;
     uint32_t max_tokens; /* >= 1, clamped to the context by the router */
     uint32_t min_tokens;
+    int32_t priority; /* lower is served first */
     bool ignore_eos;
     bool want_logprobs;
     uint32_t top_logprobs;
@@ -235,14 +239,18 @@ typedef struct td_msg_end {
     td_msg_usage_t usage;
 } td_msg_end_t;
 
-/** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP: a list of blocks. Which
- * arrays are there follows from the type; the others are NULL. */
+#define TD_MSG_PIN_MAX 2u /* none, soft, hard */
+
+/** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP, STORE_PIN, STORE_REMOVE,
+ * STORE_RESULT: a list of blocks. Which arrays are there follows from the type; the others are
+ * NULL. */
 typedef struct td_msg_blocks {
     uint64_t request; /* or order */
     uint64_t term;
     uint64_t mount;        /* STORE_ORDER, EVICT_ORDER */
     const char *writer_id; /* STORE_ORDER */
     uint64_t writer_incarnation;
+    uint32_t pin; /* STORE_PIN */
     uint32_t count;
     const td_block_key_t *keys;
     const td_status_t *statuses;

@@ -243,6 +243,7 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     pb.n = m->n;
     pb.max_tokens = m->max_tokens;
     pb.min_tokens = m->min_tokens;
+    pb.priority = m->priority;
     pb.ignore_eos = m->ignore_eos;
     pb.want_logprobs = m->want_logprobs;
     pb.top_logprobs = m->top_logprobs;
@@ -400,6 +401,8 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
     PB(StoreDone) done = TANDEM__V1__STORE_DONE__INIT;
     PB(EvictOrder) evict = TANDEM__V1__EVICT_ORDER__INIT;
     PB(Lookup) lookup = TANDEM__V1__LOOKUP__INIT;
+    PB(StorePin) pin = TANDEM__V1__STORE_PIN__INIT;
+    PB(StoreRemove) removal = TANDEM__V1__STORE_REMOVE__INIT;
     _Static_assert(sizeof(td_status_t) == sizeof(int32_t), "statuses travel as sint32");
 
     switch (msg->type) {
@@ -413,11 +416,17 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
         env->put_start = &put;
         break;
     case TD_MSG_PUT_RESULT:
+    case TD_MSG_STORE_RESULT:
         result.request = m->request;
         result.keys = pb_keys(m->keys, m->count);
         PB_ARRAY(result, statuses, int32_t, m->statuses, m->count);
-        env->body_case = TANDEM__V1__ENVELOPE__BODY_PUT_RESULT;
-        env->put_result = &result;
+        if (msg->type == TD_MSG_PUT_RESULT) {
+            env->body_case = TANDEM__V1__ENVELOPE__BODY_PUT_RESULT;
+            env->put_result = &result;
+        } else {
+            env->body_case = TANDEM__V1__ENVELOPE__BODY_STORE_RESULT;
+            env->store_result = &result;
+        }
         break;
     case TD_MSG_STORE_ORDER:
         order.order = m->request;
@@ -449,6 +458,19 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
         evict.keys = pb_keys(m->keys, m->count);
         env->body_case = TANDEM__V1__ENVELOPE__BODY_EVICT_ORDER;
         env->evict_order = &evict;
+        break;
+    case TD_MSG_STORE_PIN:
+        pin.request = m->request;
+        pin.keys = pb_keys(m->keys, m->count);
+        pin.pin = (PB(Pin))m->pin;
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_STORE_PIN;
+        env->store_pin = &pin;
+        break;
+    case TD_MSG_STORE_REMOVE:
+        removal.request = m->request;
+        removal.keys = pb_keys(m->keys, m->count);
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_STORE_REMOVE;
+        env->store_remove = &removal;
         break;
     default:
         lookup.request = m->request;
@@ -517,6 +539,9 @@ td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out)
     case TD_MSG_STORE_DONE:
     case TD_MSG_EVICT_ORDER:
     case TD_MSG_LOOKUP:
+    case TD_MSG_STORE_PIN:
+    case TD_MSG_STORE_REMOVE:
+    case TD_MSG_STORE_RESULT:
         return encode_blocks(msg, &env, out);
     case TD_MSG_LOOKUP_RESULT:
         return encode_lookup_result(msg, &env, out);
@@ -678,6 +703,7 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
         .n = pb->n,
         .max_tokens = pb->max_tokens,
         .min_tokens = pb->min_tokens,
+        .priority = pb->priority,
         .ignore_eos = pb->ignore_eos,
         .want_logprobs = pb->want_logprobs,
         .top_logprobs = pb->top_logprobs,
@@ -978,6 +1004,16 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
         return read_keys(&env->lookup->keys, &msg->u.blocks);
     case TANDEM__V1__ENVELOPE__BODY_LOOKUP_RESULT:
         return read_lookup_result(env->lookup_result, &msg->u.found);
+    case TANDEM__V1__ENVELOPE__BODY_STORE_PIN:
+        MUST((uint32_t)env->store_pin->pin <= TD_MSG_PIN_MAX, "store_pin: kind of pin");
+        msg->u.blocks.request = env->store_pin->request;
+        msg->u.blocks.pin = (uint32_t)env->store_pin->pin;
+        return read_keys(&env->store_pin->keys, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_STORE_REMOVE:
+        msg->u.blocks.request = env->store_remove->request;
+        return read_keys(&env->store_remove->keys, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_STORE_RESULT:
+        return read_put_result(env->store_result, &msg->u.blocks);
     default:
         break;
     }

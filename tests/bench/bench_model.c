@@ -14,7 +14,7 @@
 #define MODEL_DECODE_CONTEXT 128u
 #define MODEL_VERIFY_CONTEXT 256u
 #define MODEL_SEQUENCES 16u
-#define READ_TURNS 3u /* a repeat */
+#define READ_TURNS 3u   /* a repeat */
 #define DECODE_STEPS 8u /* timed as one sample: a step alone is a few ms */
 
 typedef struct model_options {

@@ -30,7 +30,7 @@ PEER_FLAGS = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_
 ROUNDS = 3  # of both sides, in turn
 SESSIONS = 16
 TURNS = 4
-SUBJECTS = ("model", "transfer", "handoff", "serve")
+SUBJECTS = ("model", "kv", "transfer", "handoff", "serve")
 START_S = 120  # for a server to come up
 
 # What is expected of figures that need no peer: subject, key, at least or at most what (a number, or
@@ -38,6 +38,9 @@ START_S = 120  # for a server to come up
 LIMITS = [("model", "attention_gmac_s", ">=", 75),
           ("model", "read_fraction", ">=", 0.85),
           ("model", "verify_4_ms", "<=", ("verify_1_ms", 1.8)),
+          ("kv", "match_us", "<=", 20),
+          ("kv", "bytes_per_block", "<=", 64),
+          ("kv", "allocs_per_step", "<=", 0),
           ("transfer", "shm_fetch_gb_s", ">=", ("shm_copy_gb_s", 0.9)),
           ("handoff", "shm_split_ttft_ratio", "<=", 1.05),
           ("handoff", "tcp_split_ttft_ratio", "<=", 1.05),
@@ -58,7 +61,8 @@ def fail(text):
 
 
 def is_better_low(key):
-    return "_ms" in key or "_us" in key or key.endswith(("_mb", "_ratio")) or key == "errors"
+    return ("_ms" in key or "_us" in key or key.endswith(("_mb", "_ratio", "_ns")) or
+            key in ("errors", "bytes_per_block", "allocs_per_step"))
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -283,6 +287,7 @@ def run_subjects(options):
     """{subject: (our figures, the peer's or None)}; each is written as soon as it is there."""
     python, program = peer_tools(options) if options.peers else (None, None)
     runs = {"model": lambda: run_model(options, python),
+            "kv": lambda: (figures_of(bench_command(options, "kv")), None),
             "transfer": lambda: (figures_of(bench_command(options, "transfer")), None),
             "handoff": lambda: (figures_of(bench_command(
                 options, "handoff", "--model", options.model, "--tokens", 2048, "--bin", options.bin, "--threads",

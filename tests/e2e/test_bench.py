@@ -260,6 +260,17 @@ def test_transfer_has_all_figures_of_each_carrier(options):
     assert "carrier=shm" in said and "carrier=tcp" in said
 
 
+# --- kv -------------------------------------------------------------------------------------------
+
+@test
+def test_kv_has_all_figures_and_never_allocates(options):
+    figures, _ = bench(options, "kv", "--blocks", 4096, "--repeat", 2, "--json")
+    assert list(figures) == ["match_us", "insert_us", "evict_us", "bytes_per_block", "step_ns",
+                             "allocs_per_step"]
+    assert figures["allocs_per_step"] == 0
+    check_figures({**figures, "allocs_per_step": 1}, list(figures))
+
+
 # --- handoff --------------------------------------------------------------------------------------
 
 @test
@@ -310,6 +321,7 @@ def test_bad_options_get_one_clear_line(options):
                  ["model", "--model", "x", "--repeat", "0"],
                  ["handoff"], ["handoff", "--model", "x", "--carrier", "rdma"],
                  ["handoff", "--model", "x", "--local-sh", "nowhere"],
+                 ["kv", "--blocks", "1023"], ["kv", "more"],
                  ["transfer", "--carrier", "ib"], ["transfer", "--carrier", ","],
                  ["transfer", "--size", "1000000000", "--blocks", "60000"]):
         _, said = bench(options, *args, code=2)

@@ -1,5 +1,6 @@
-/* Every create function under failing allocations: the n-th fails, for n = 1, 2, 3, ... until the call
- * succeeds. Each time: a status, the output untouched, nothing leaked (ASan's leak check sees that). */
+/* Every create function under failing allocations: the n-th fails, for n = 1, 2, 3, ... until the
+ * call succeeds. Each time: a status, the output untouched, nothing leaked (ASan's leak check sees
+ * that). */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -128,7 +129,8 @@ static void end_client(void *p)
 
 static td_status_t make_master(void **out)
 {
-    return kvs_master_create(parts.bus, parts.metrics, 16, 1, (kvs_master_t **)out);
+    const kvs_policy_t policy = kvs_policy_default();
+    return kvs_master_create(parts.bus, parts.metrics, 16, &policy, 1, (kvs_master_t **)out);
 }
 static void end_master(void *p)
 {

@@ -267,12 +267,40 @@ static void test_f14_decode_admission_counts_growth_of_every_choice(void **state
     work.n = 3; /* 6 blocks, twice 6 - 2 shared full ones, and one copy of the shared partial one */
     assert_int_equal(reserve(w, work, &have), TD_OK);
     assert_int_equal(td_pool_counts(w->dcn->node.pool).reserved, 6 + 2 * 4 + 1);
-    work = work_of(2, 40, 400); /* 28 blocks are not left */
+    work = work_of(2, 200, 250); /* 29 blocks are not left */
     assert_int_equal(reserve(w, work, &have), TD_ERR_BUSY);
     assert_int_equal(td_pool_counts(w->dcn->node.pool).reserved, 15);
     work = work_of(3, 40, 400);
     work.n = 3; /* never */
     assert_int_equal(reserve(w, work, &have), TD_ERR_TOO_LARGE);
+}
+
+/* F14: one choice alone is promised what outputs have lately been long; the rest it takes as it
+ * goes, and others may have to give way. */
+static void test_f14_decode_promises_a_single_choice_what_is_to_be_expected(void **state)
+{
+    world_t *w = *state;
+    dcn_node_t *d = w->dcn;
+    td_msg_work_t work = work_of(1, 40, 400);
+    uint32_t have = 0;
+
+    assert_int_equal(dcn_output_expected(d, 50), 50);
+    assert_int_equal(dcn_output_expected(d, 4000), 256); /* nothing has ended yet */
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    assert_int_equal(td_pool_counts(d->node.pool).reserved, 19); /* 296 tokens */
+    dcn_ticket_end(d, dcn_ticket_find(d, 1, 1), TD_ERR_CANCELLED);
+    for (uint32_t i = 0; i < 100; i++) {
+        dcn_output_ended(d, 24 + 4 * (i % 2));
+    }
+    assert_in_range(dcn_output_expected(d, 4000), 26, 36);
+    assert_int_equal(dcn_output_expected(d, 20), 20);
+    work.ticket = 2;
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    assert_in_range(td_pool_counts(d->node.pool).reserved, 5, 5); /* 66 to 76 tokens */
+    for (int i = 0; i < 100; i++) {
+        dcn_output_ended(d, 1);
+    }
+    assert_int_equal(dcn_output_expected(d, 4000), 16); /* at least a little */
 }
 
 static void test_decode_refuses_what_the_model_cannot_hold(void **state)
@@ -609,6 +637,8 @@ int main(void)
                                         setup, teardown),
         cmocka_unit_test_setup_teardown(test_f14_decode_admission_counts_growth_of_every_choice,
                                         setup, teardown),
+        cmocka_unit_test_setup_teardown(
+            test_f14_decode_promises_a_single_choice_what_is_to_be_expected, setup, teardown),
         cmocka_unit_test_setup_teardown(test_decode_refuses_what_the_model_cannot_hold, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_f2_decode_ignores_a_reserve_that_was_cancelled_before,

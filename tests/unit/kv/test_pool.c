@@ -180,7 +180,8 @@ static void test_i5_random_use_always_adds_up(void **state)
             if (td_pool_take(pool, &held[held_count]) == TD_OK) {
                 td_block_key_t key = key_of(n % 12);
                 if (n % 3 != 0) {
-                    (void)!td_pool_index(pool, held[held_count], &key, n);
+                    const td_block_key_t parent = key_of(n / 16 % 12);
+                    (void)!td_pool_index_after(pool, held[held_count], &parent, &key, n);
                 }
                 held_count++;
             }
@@ -272,6 +273,148 @@ static void test_i4_truncate_returns_blocks_to_the_reservation(void **state)
     td_seq_fini(&a);
 }
 
+/* A million steps that draft k tokens, of which some are accepted: memory comes and goes without
+ * the allocator, and what was rolled back is promised again. */
+static void test_seq_speculative_steps_never_allocate(void **state)
+{
+    enum { STEPS = 1000000, TOKENS = 100, K_MAX = 8 };
+    td_pool_t *pool = *state;
+    td_seq_t a;
+    unsigned seed = 1;
+    uint32_t written = 0;
+    uint64_t allocs = 0;
+
+    assert_int_equal(td_seq_init(&a, pool, &layout, TOKENS + K_MAX + 1), TD_OK);
+    assert_int_equal(td_seq_reserve(&a, 7), TD_OK);
+    allocs = td_alloc_count();
+    for (uint32_t step = 0; step < STEPS; step++) {
+        const uint32_t k = (uint32_t)rand_r(&seed) % (K_MAX + 1);
+        for (uint32_t i = 0; i <= k; i++) {
+            if (td_seq_prepare_write(&a, written + i) != TD_OK) {
+                fail();
+            }
+        }
+        written += 1 + (uint32_t)rand_r(&seed) % (k + 1);
+        written = written > TOKENS ? 0 : written;
+        td_seq_truncate(&a, written);
+        if (a.block_count + a.reserved != 7) {
+            fail();
+        }
+    }
+    assert_int_equal(td_alloc_count(), allocs);
+    td_seq_fini(&a);
+    assert_counts(pool, BLOCKS, 0, 0, 0, 0);
+}
+
+/* Takes a block, indexes it behind another one and lets go of it: cached. */
+static uint32_t cache_after(td_pool_t *pool, uint32_t parent, uint32_t n)
+{
+    const td_block_key_t parent_key = key_of(parent);
+    const td_block_key_t key = key_of(n);
+    uint32_t idx = 0;
+
+    assert_int_equal(td_pool_take(pool, &idx), TD_OK);
+    assert_int_equal(td_pool_index_after(pool, idx, parent != 0 ? &parent_key : NULL, &key, n),
+                     TD_OK);
+    td_pool_unref(pool, idx);
+    return idx;
+}
+
+static bool has(const td_pool_t *pool, uint32_t n)
+{
+    const td_block_key_t key = key_of(n);
+    return td_pool_find(pool, &key) != TD_POOL_NONE;
+}
+
+/* Whatever the order in which blocks were let go of, none goes before what follows it. */
+static void test_pool_evicts_leaves_first(void **state)
+{
+    td_pool_t *pool = *state;
+
+    (void)cache_after(pool, 0, 1); /* the oldest */
+    (void)cache_after(pool, 1, 2);
+    (void)cache_after(pool, 2, 3);
+    (void)cache_after(pool, 2, 4);
+    (void)cache_after(pool, 0, 5);
+    assert_int_equal(td_pool_reserve(pool, 4), TD_OK);
+    assert_false(has(pool, 3));
+    assert_int_equal(td_pool_reserve(pool, 1), TD_OK);
+    assert_false(has(pool, 4));
+    assert_int_equal(td_pool_reserve(pool, 2), TD_OK);
+    assert_true(has(pool, 1)); /* 5 and 2 went */
+    assert_false(has(pool, 2));
+    assert_int_equal(td_pool_reserve(pool, 1), TD_OK);
+    assert_false(has(pool, 1));
+    assert_counts(pool, 0, 8, 0, 0, 0);
+    td_pool_unreserve(pool, 8);
+}
+
+/* A block whose follower is in use and cannot go is evicted all the same when nothing else can be,
+ * and one whose bytes proved wrong leaves its followers alone. */
+static void test_pool_blocks_that_go_before_their_children(void **state)
+{
+    td_pool_t *pool = *state;
+    const td_block_key_t first = key_of(1);
+    const td_block_key_t second = key_of(2);
+    uint32_t child = 0;
+
+    (void)cache_after(pool, 0, 1);
+    assert_int_equal(td_pool_take(pool, &child), TD_OK);
+    assert_int_equal(td_pool_index_after(pool, child, &first, &second, 1), TD_OK);
+    assert_int_equal(td_pool_reserve(pool, BLOCKS - 1), TD_OK);
+    assert_false(has(pool, 1));
+    td_pool_unreserve(pool, BLOCKS - 1);
+    td_pool_unref(pool, child);
+    (void)cache_after(pool, 0, 1); /* perhaps in the memory of the old one */
+    td_pool_unindex(pool, td_pool_find(pool, &second));
+    assert_int_equal(td_pool_reserve(pool, BLOCKS), TD_OK);
+    td_pool_unreserve(pool, BLOCKS);
+
+    (void)cache_after(pool, 0, 1);
+    (void)cache_after(pool, 1, 2);
+    td_pool_unindex(pool, td_pool_find(pool, &first));
+    assert_true(has(pool, 2));
+    (void)cache_after(pool, 0, 3); /* in the memory of 1, which 2 followed */
+    (void)cache_after(pool, 0, 4);
+    assert_int_equal(td_pool_reserve(pool, BLOCKS - 1), TD_OK); /* 2 and 3 go: 3 has no children */
+    assert_true(has(pool, 4));
+    td_pool_unreserve(pool, BLOCKS - 1);
+}
+
+/* A prefix longer than what is looked at ahead, with a hole. */
+static void test_pool_match_ends_at_the_first_hole(void **state)
+{
+    enum { MANY = 200 };
+    static uint8_t bytes[MANY];
+    td_block_key_t keys[MANY];
+    uint32_t idx[MANY];
+    td_pool_t *pool = NULL;
+    (void)state;
+
+    assert_int_equal(td_pool_create(bytes, MANY, 1, &pool), TD_OK);
+    for (uint32_t n = 0; n < MANY; n++) {
+        keys[n] = key_of(n + 1);
+        if (n != 150) {
+            idx[n] = cache_after(pool, n, n + 1);
+        }
+    }
+    {
+        uint32_t found[MANY];
+        assert_int_equal(td_pool_match(pool, keys, MANY, found), 150);
+        assert_memory_equal(found, idx, 150 * sizeof(*idx));
+        assert_int_equal(td_pool_counts(pool).active, 150);
+        for (uint32_t n = 150; n > 0; n--) {
+            td_pool_unref(pool, found[n - 1]);
+        }
+        assert_int_equal(td_pool_match(pool, keys + 150, 1, found), 0);
+        assert_int_equal(td_pool_match(pool, keys + 151, 3, found), 3);
+        for (uint32_t n = 3; n > 0; n--) {
+            td_pool_unref(pool, found[n - 1]);
+        }
+    }
+    td_pool_destroy(pool);
+}
+
 static void test_seq_fini_quarantine_keeps_what_may_be_written(void **state)
 {
     td_pool_t *pool = *state;
@@ -293,6 +436,11 @@ static void test_seq_fini_quarantine_keeps_what_may_be_written(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_pool_evicts_leaves_first, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_pool_blocks_that_go_before_their_children, setup,
+                                        teardown),
+        cmocka_unit_test(test_pool_match_ends_at_the_first_hole),
+        cmocka_unit_test_setup_teardown(test_seq_speculative_steps_never_allocate, setup, teardown),
         cmocka_unit_test_setup_teardown(test_pool_take_is_busy_when_empty, setup, teardown),
         cmocka_unit_test_setup_teardown(test_pool_reservation_is_all_or_nothing, setup, teardown),
         cmocka_unit_test_setup_teardown(test_pool_cached_blocks_are_found_and_evicted_oldest_first,

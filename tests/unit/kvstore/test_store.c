@@ -22,6 +22,7 @@
 #define WRITER 11u
 #define STORE 22u
 #define ROUTER 33u
+#define SECOND 44u
 
 typedef struct world {
     td_metrics_t *metrics;
@@ -35,7 +36,15 @@ typedef struct world {
     kvs_client_t *client;
     kvs_master_t *master;
     kvs_segment_t *segment;
+    td_bus_t *second; /* NULL, or a second segment's */
+    td_transfer_t *second_transfer;
+    kvs_segment_t *second_segment;
+    td_status_t results[WRITER_BLOCKS]; /* of the last pin or removal */
+    uint32_t result_count;
+    uint32_t puts_stored; /* results of puts, each key one */
+    uint32_t puts_refused;
     bool store_frozen;
+    bool second_frozen;
     int lookups;
     uint32_t found;
     td_status_t lookup_status;
@@ -97,11 +106,26 @@ static void turn(world_t *w)
     for (int i = 0; i < 3; i++) {
         td_bus_wait(buses[i], NULL, 0, i == 0 ? 1 : 0, NULL);
     }
+    if (w->second != NULL && !w->second_frozen) {
+        td_bus_wait(w->second, NULL, 0, 0, NULL);
+        while (td_bus_recv(w->second, &msg, &arena) == TD_OK) {
+            assert_true(kvs_segment_handle(w->second_segment, &msg));
+            td_msg_arena_free(arena);
+        }
+        kvs_segment_completions(w->second_segment);
+    }
     while (td_bus_recv(w->router, &msg, &arena) == TD_OK) {
         td_msg_arena_free(arena);
     }
     while (td_bus_recv(w->writer, &msg, &arena) == TD_OK) {
-        if (!td_member_handle(w->member, &msg)) {
+        if (msg.type == TD_MSG_STORE_RESULT) {
+            w->result_count = msg.u.blocks.count;
+            memcpy(w->results, msg.u.blocks.statuses, msg.u.blocks.count * sizeof(*w->results));
+        } else if (!td_member_handle(w->member, &msg)) {
+            for (uint32_t i = 0; msg.type == TD_MSG_PUT_RESULT && i < msg.u.blocks.count; i++) {
+                w->puts_stored += msg.u.blocks.statuses[i] == TD_OK;
+                w->puts_refused += msg.u.blocks.statuses[i] != TD_OK;
+            }
             (void)kvs_client_handle(w->client, &msg);
         }
         td_msg_arena_free(arena);
@@ -172,7 +196,7 @@ static void add_peer(td_transfer_t *to, const td_transfer_t *of, uint64_t incarn
     assert_int_equal(td_transfer_peer_add(to, &peer), TD_OK);
 }
 
-static int setup_with(void **state, uint32_t keys_max)
+static int setup_with(void **state, uint32_t keys_max, kvs_policy_t policy)
 {
     world_t *w = calloc(1, sizeof(*w));
 
@@ -189,7 +213,8 @@ static int setup_with(void **state, uint32_t keys_max)
                                     BLOCK_BYTES, &w->pool),
                      TD_OK);
     td_transfer_set_pool(w->writer_transfer, w->pool);
-    assert_int_equal(kvs_master_create(w->store, w->metrics, keys_max, 1, &w->master), TD_OK);
+    assert_int_equal(kvs_master_create(w->store, w->metrics, keys_max, &policy, 1, &w->master),
+                     TD_OK);
     assert_int_equal(kvs_segment_create(w->store, w->store_transfer, w->metrics, SEGMENT_BLOCKS,
                                         BLOCK_BYTES, &w->segment),
                      TD_OK);
@@ -203,12 +228,53 @@ static int setup_with(void **state, uint32_t keys_max)
 
 static int setup(void **state)
 {
-    return setup_with(state, 64);
+    return setup_with(state, 64, kvs_policy_default());
 }
 
 static int setup_small_index(void **state)
 {
-    return setup_with(state, 8);
+    return setup_with(state, 8, kvs_policy_default());
+}
+
+static int setup_two(void **state, kvs_policy_t policy)
+{
+    world_t *w = NULL;
+
+    (void)setup_with(state, 64, policy);
+    w = *state;
+    w->second = bus_of("second", SECOND);
+    w->second_transfer = transfer_of(SECOND, SEGMENT_BLOCKS);
+    add_peer(w->second_transfer, w->writer_transfer, WRITER, WRITER_BLOCKS);
+    add_peer(w->second_transfer, w->store_transfer, STORE, SEGMENT_BLOCKS);
+    add_peer(w->store_transfer, w->second_transfer, SECOND, SEGMENT_BLOCKS);
+    assert_int_equal(kvs_segment_create(w->second, w->second_transfer, w->metrics, SEGMENT_BLOCKS,
+                                        BLOCK_BYTES, &w->second_segment),
+                     TD_OK);
+    assert_int_equal(td_bus_connect(w->store, "second", td_bus_endpoint(w->second), SECOND), TD_OK);
+    assert_int_equal(td_bus_connect(w->second, "store", td_bus_endpoint(w->store), STORE), TD_OK);
+    kvs_master_segment_up(w->master, "second", SECOND, SEGMENT_BLOCKS);
+    return 0;
+}
+
+static int setup_two_replicas(void **state)
+{
+    kvs_policy_t policy = kvs_policy_default();
+    policy.replicas = 2;
+    return setup_two(state, policy);
+}
+
+static int setup_hot(void **state)
+{
+    kvs_policy_t policy = kvs_policy_default();
+    policy.hot_hits = 4;
+    return setup_two(state, policy);
+}
+
+static int setup_no_lease(void **state)
+{
+    kvs_policy_t policy = kvs_policy_default();
+    policy.lease_ms = 0;
+    return setup_with(state, 64, policy);
 }
 
 static int teardown(void **state)
@@ -216,6 +282,11 @@ static int teardown(void **state)
     world_t *w = *state;
     td_transfer_destroy(w->writer_transfer);
     td_transfer_destroy(w->store_transfer);
+    td_transfer_destroy(w->second_transfer);
+    kvs_segment_destroy(w->second_segment);
+    if (w->second != NULL) {
+        td_bus_destroy(w->second);
+    }
     kvs_client_destroy(w->client);
     kvs_segment_destroy(w->segment);
     kvs_master_destroy(w->master);
@@ -390,7 +461,7 @@ static void test_f7_keys_without_a_result_are_revoked(void **state)
     td_msg_t msg = {.type = TD_MSG_PUT_START,
                     .sender_id = "writer",
                     .sender_incarnation = WRITER,
-                    .u.blocks = {.request = 1,
+                    .u.blocks = {.request = KVS_ORDERS_MAX, /* then the first order's id */
                                  .term = 1,
                                  .count = 2,
                                  .keys = keys,
@@ -571,6 +642,149 @@ static void test_store_slow_offers_pins_yield_to_who_needs_blocks(void **state)
     td_pool_unreserve(w->pool, 22);
 }
 
+static const uint8_t *second_bytes(const world_t *w, uint32_t block)
+{
+    return td_transfer_memory(w->second_transfer) + (size_t)block * BLOCK_BYTES;
+}
+
+static bool second_holds(const world_t *w, uint32_t n)
+{
+    for (uint32_t b = 0; b < SEGMENT_BLOCKS; b++) {
+        if (second_bytes(w, b)[0] == n + 1 && second_bytes(w, b)[BLOCK_BYTES - 1] == n + 1) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The writer's pins end when the last segment has its copy; a segment's death leaves the other's.
+ */
+static void test_store_replicas_lie_on_two_segments(void **state)
+{
+    world_t *w = *state;
+
+    put_blocks(w, 0, 3);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    for (uint32_t n = 0; n < 3; n++) {
+        assert_true(second_holds(w, n));
+    }
+    assert_int_equal(w->puts_stored, 3);
+    lookup(w, 0, 3);
+    assert_int_equal(w->found, 3);
+    kvs_master_peer_down(w->master, "second", SECOND);
+    lookup(w, 0, 3);
+    assert_int_equal(w->found, 3);
+}
+
+/* A segment that dies before it has stored its copy: the put is good by the other one's. */
+static void test_store_put_is_good_with_one_replica(void **state)
+{
+    world_t *w = *state;
+
+    w->second_frozen = true;
+    put_blocks(w, 0, 2);
+    TURN_UNTIL(w, (lookup(w, 0, 2), w->found == 2));
+    assert_int_equal(kvs_client_pinned(w->client), 2); /* one copy is still to come */
+    kvs_master_peer_down(w->master, "second", SECOND);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 2);
+    assert_int_equal(w->found, 2);
+    assert_false(second_holds(w, 0));
+    assert_int_equal(w->puts_stored, 2); /* each key one result, and a good one */
+    assert_int_equal(w->puts_refused, 0);
+}
+
+/* What is read often is copied to another segment, by the segments themselves. */
+static void test_store_hot_keys_are_replicated(void **state)
+{
+    world_t *w = *state;
+
+    put_blocks(w, 0, 3);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    for (int i = 0; i < 4; i++) {
+        lookup(w, 0, 2);
+        assert_int_equal(w->found, 2);
+    }
+    TURN_UNTIL(w, second_holds(w, 0) && second_holds(w, 1));
+    lookup(w, 0, 3);
+    assert_int_equal(w->found, 3);
+    assert_false(second_holds(w, 2));
+    kvs_master_peer_down(w->master, "store", STORE);
+    lookup(w, 0, 3);
+    assert_int_equal(w->found, 2); /* the copies live on */
+}
+
+static void change(world_t *w, td_msg_type_t type, uint32_t pin, uint32_t first, uint32_t count)
+{
+    td_block_key_t keys[WRITER_BLOCKS];
+    td_msg_t msg = {.type = type};
+
+    for (uint32_t i = 0; i < count; i++) {
+        keys[i] = key_of(first + i);
+    }
+    w->result_count = 0;
+    msg.u.blocks = (td_msg_blocks_t){.request = 1, .pin = pin, .count = count, .keys = keys};
+    assert_int_equal(td_bus_send(w->writer, "store", &msg), TD_OK);
+    TURN_UNTIL(w, w->result_count > 0);
+    assert_int_equal(w->result_count, count);
+}
+
+static void test_store_hard_pins_survive_any_pressure(void **state)
+{
+    world_t *w = *state;
+
+    put_blocks(w, 0, 2);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    change(w, TD_MSG_STORE_PIN, KVS_PIN_HARD, 1, 2);
+    assert_int_equal(w->results[0], TD_OK);
+    assert_int_equal(w->results[1], TD_ERR_NOT_FOUND);
+    for (uint32_t i = 2; i < WRITER_BLOCKS; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 0);
+    lookup(w, 1, 1);
+    assert_int_equal(w->found, 1);
+}
+
+static void test_store_removal_waits_for_readers_and_frees_space(void **state)
+{
+    world_t *w = *state;
+    uint32_t used = 0;
+
+    put_blocks(w, 0, 3);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 1);
+    change(w, TD_MSG_STORE_REMOVE, 0, 0, 4);
+    assert_int_equal(w->results[0], TD_ERR_BUSY); /* leased */
+    assert_int_equal(w->results[1], TD_OK);
+    assert_int_equal(w->results[3], TD_ERR_NOT_FOUND);
+    lookup(w, 1, 1);
+    assert_int_equal(w->found, 0);
+    for (uint32_t i = 3; i < 3 + SEGMENT_BLOCKS - 3; i++) { /* all of it but the leased one */
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+        used++;
+    }
+    assert_int_equal(used, SEGMENT_BLOCKS - 3);
+}
+
+/* A prefix loses its end first: without its beginning the rest would be of no use. */
+static void test_store_prefixes_are_evicted_from_the_end(void **state)
+{
+    world_t *w = *state;
+
+    put_blocks(w, 0, 8);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    for (uint32_t i = 8; i < 22; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+    lookup(w, 0, 8);
+    assert_in_range(w->found, 1, 7);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -593,6 +807,17 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_store_lease_blocks_eviction, setup, teardown),
         cmocka_unit_test_setup_teardown(
             test_store_silent_master_is_a_timeout_and_a_dead_one_ends_pins, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_store_replicas_lie_on_two_segments, setup_two_replicas,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_put_is_good_with_one_replica, setup_two_replicas,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_hot_keys_are_replicated, setup_hot, teardown),
+        cmocka_unit_test_setup_teardown(test_store_hard_pins_survive_any_pressure, setup_no_lease,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_removal_waits_for_readers_and_frees_space, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_prefixes_are_evicted_from_the_end,
+                                        setup_no_lease, teardown),
         cmocka_unit_test_setup_teardown(test_store_slow_master_is_waited_for_once, setup, teardown),
         cmocka_unit_test_setup_teardown(test_store_slow_offers_pins_yield_to_who_needs_blocks,
                                         setup, teardown),

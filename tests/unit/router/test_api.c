@@ -85,7 +85,8 @@ static void test_api_reads_every_field(void **state)
 {
     const rtr_params_t *p = accept(
         *state, RTR_KIND_COMPLETION,
-        TEXT(",\"model\":\"tiny\",\"n\":3,\"max_tokens\":7,\"min_tokens\":2,\"temperature\":0.5,"
+        TEXT(",\"model\":\"tiny\",\"n\":3,\"max_tokens\":7,\"min_tokens\":2,\"priority\":-3,"
+             "\"temperature\":0.5,"
              "\"top_p\":0.9,\"top_k\":40,\"min_p\":0.1,\"presence_penalty\":-1,"
              "\"frequency_penalty\":1.5,\"repetition_penalty\":1.25,\"logit_bias\":{\"3\":-100,"
              "\"4\":2.5},\"seed\":-3,\"stop\":[\"x\",\"yz\"],\"include_stop_str_in_output\":true,"
@@ -96,6 +97,7 @@ static void test_api_reads_every_field(void **state)
     assert_int_equal(p->n, 3);
     assert_int_equal(p->prompts[0].max_tokens, 7);
     assert_int_equal(p->min_tokens, 2);
+    assert_int_equal(p->priority, -3);
     assert_true(p->temperature == 0.5f && p->top_p == 0.9f && p->top_k == 40);
     assert_true(p->min_p == 0.1f && p->presence_penalty == -1 && p->frequency_penalty == 1.5f);
     assert_true(p->repetition_penalty == 1.25f);

@@ -52,6 +52,7 @@ static td_msg_work_t sample_work(void)
                            .bias_values = floats,
                            .n = 2,
                            .max_tokens = 10,
+                           .priority = -7,
                            .stop_count = 2,
                            .stops = stops,
                            .peer_id = "decode-1",
@@ -70,6 +71,7 @@ static void test_msg_work_survives_the_wire(void **state)
     assert_int_equal(out.u.work.prompt_tokens, 3);
     assert_memory_equal(out.u.work.prompt, u32s, sizeof(u32s));
     assert_memory_equal(out.u.work.bias_values, floats, sizeof(floats));
+    assert_int_equal(out.u.work.priority, -7);
     assert_int_equal(out.u.work.stop_count, 2);
     assert_int_equal(out.u.work.stops[1].len, 2);
     assert_memory_equal(out.u.work.stops[1].at, "\0b", 2);
@@ -115,8 +117,9 @@ static void test_msg_kv_ready_survives_the_wire(void **state)
 
 static void test_msg_store_lists_survive_the_wire(void **state)
 {
-    const td_msg_type_t types[] = {TD_MSG_PUT_START,  TD_MSG_PUT_RESULT,  TD_MSG_STORE_ORDER,
-                                   TD_MSG_STORE_DONE, TD_MSG_EVICT_ORDER, TD_MSG_LOOKUP};
+    const td_msg_type_t types[] = {TD_MSG_PUT_START,  TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,
+                                   TD_MSG_STORE_DONE, TD_MSG_EVICT_ORDER,  TD_MSG_LOOKUP,
+                                   TD_MSG_STORE_PIN,  TD_MSG_STORE_REMOVE, TD_MSG_STORE_RESULT};
     (void)state;
 
     for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
@@ -127,6 +130,7 @@ static void test_msg_store_lists_survive_the_wire(void **state)
                                          .term = 2,
                                          .writer_id = "w",
                                          .writer_incarnation = 3,
+                                         .pin = TD_MSG_PIN_MAX,
                                          .count = 3,
                                          .keys = keys,
                                          .statuses = statuses,
@@ -136,7 +140,8 @@ static void test_msg_store_lists_survive_the_wire(void **state)
         out = roundtrip(&msg, &arena);
         assert_int_equal(out.u.blocks.count, 3);
         assert_memory_equal(out.u.blocks.keys, keys, sizeof(keys));
-        if (types[i] == TD_MSG_STORE_DONE) {
+        assert_int_equal(out.u.blocks.pin, types[i] == TD_MSG_STORE_PIN ? TD_MSG_PIN_MAX : 0);
+        if (types[i] == TD_MSG_STORE_DONE || types[i] == TD_MSG_STORE_RESULT) {
             assert_memory_equal(out.u.blocks.statuses, statuses, sizeof(statuses));
         }
         td_msg_arena_free(arena);
@@ -155,6 +160,14 @@ static void test_msg_decode_refuses_what_breaks_the_rules(void **state)
     assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
     assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), TD_ERR_PROTOCOL);
     td_str_clear(&bytes);
+    {
+        td_msg_t pin = {.type = TD_MSG_STORE_PIN, .sender_id = "x"};
+        pin.u.blocks =
+            (td_msg_blocks_t){.request = 1, .pin = TD_MSG_PIN_MAX + 1, .count = 3, .keys = keys};
+        assert_int_equal(td_msg_encode(&pin, &bytes), TD_OK);
+        assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), TD_ERR_PROTOCOL);
+        td_str_clear(&bytes);
+    }
     msg.u.work = sample_work();
     msg.u.work.prompt_tokens = 0;
     assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
