@@ -362,6 +362,11 @@ bool kvs_tier_can_put(const kvs_tier_t *t)
            atomic_load_explicit(&t->writable, memory_order_relaxed);
 }
 
+void kvs_tier_count_dropped(kvs_tier_t *t)
+{
+    td_metric_add(t->disk.metrics.dropped, 1);
+}
+
 td_status_t kvs_tier_put(kvs_tier_t *t, const td_block_key_t *key, uint64_t content_hash,
                          const uint8_t *bytes)
 {

@@ -72,6 +72,8 @@ void kvs_tier_destroy(kvs_tier_t *tier);
  * now): counted as dropped. Cost: one copy of block_bytes. */
 TD_MUST_CHECK td_status_t kvs_tier_put(kvs_tier_t *tier, const td_block_key_t *key,
                                        uint64_t content_hash, const uint8_t *bytes);
+/** Counts a block that was given up before it could be put. */
+void kvs_tier_count_dropped(kvs_tier_t *tier);
 /** True while a put would be taken. */
 bool kvs_tier_can_put(const kvs_tier_t *tier);
 /** Asks for a block. Errors: TD_ERR_BUSY. */
