@@ -186,17 +186,6 @@ static void on_listed(kvs_segment_tier_t *t, const kvs_tier_done_t *done)
 
 /* --- to the disk ------------------------------------------------------------------------------ */
 
-void kvs_segment_tier_demote(kvs_segment_tier_t *t, uint32_t idx)
-{
-    demotion_t *d = &t->demotions[(t->demotion_first + t->demotion_count) % t->demotions_max];
-
-    TD_ASSERT(t->demotion_count < t->demotions_max);
-    *d = (demotion_t){
-        .idx = idx, .key = *td_pool_key(t->pool, idx), .hash = td_pool_content_hash(t->pool, idx)};
-    td_pool_unindex(t->pool, idx);
-    t->demotion_count++;
-}
-
 /* The one that waits longest, or NULL. */
 static demotion_t *demotion_next(kvs_segment_tier_t *t)
 {
@@ -236,6 +225,18 @@ static void demote_pump(kvs_segment_tier_t *t)
         }
         demotion_end(t, d);
     }
+}
+
+void kvs_segment_tier_demote(kvs_segment_tier_t *t, uint32_t idx)
+{
+    demotion_t *d = &t->demotions[(t->demotion_first + t->demotion_count) % t->demotions_max];
+
+    TD_ASSERT(t->demotion_count < t->demotions_max);
+    *d = (demotion_t){
+        .idx = idx, .key = *td_pool_key(t->pool, idx), .hash = td_pool_content_hash(t->pool, idx)};
+    td_pool_unindex(t->pool, idx);
+    t->demotion_count++;
+    demote_pump(t); /* at once what can: a put follows, and takes the blocks that wait */
 }
 
 static void on_put(kvs_segment_tier_t *t, const kvs_tier_done_t *done)
