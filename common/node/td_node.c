@@ -308,6 +308,49 @@ td_status_t td_node_fetch_submit(td_node_fetch_t *job)
     return TD_OK;
 }
 
+uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint32_t attempt,
+                             uint64_t deadline_ns, const td_msg_lookup_result_t *found,
+                             uint64_t *sums_out, uint32_t *jobs_out)
+{
+    const uint32_t first = seq->block_count;
+    uint32_t at = 0;
+
+    *jobs_out = 0;
+    while (at < found->count) {
+        const char *segment = found->segment_ids[found->segment_of[at]];
+        const td_member_peer_t *peer = td_member_find(n->member, segment);
+        uint32_t end = at;
+        td_node_fetch_t *job = NULL;
+        while (end < found->count && found->segment_of[end] == found->segment_of[at]) {
+            end++;
+        }
+        job = peer == NULL ? NULL : td_node_fetch_new(n, peer->incarnation, end - at);
+        if (job == NULL) {
+            break;
+        }
+        job->ticket = ticket;
+        job->attempt = attempt;
+        job->first = first + at;
+        job->fetch.deadline_ns = deadline_ns;
+        for (uint32_t i = at; i < end; i++) {
+            uint32_t idx = td_seq_grow_raw(seq);
+            sums_out[i] = found->checksums[i];
+            job->pieces[i - at] =
+                (td_fetch_piece_t){.epoch = found->epochs[i],
+                                   .block = found->blocks[i],
+                                   .bytes = (uint32_t)td_pool_block_bytes(n->pool),
+                                   .dest = td_pool_bytes(n->pool, idx)};
+        }
+        if (td_node_fetch_submit(job) != TD_OK) {
+            td_seq_truncate(seq, (first + at) * td_node_layout(n)->block_tokens);
+            break;
+        }
+        ++*jobs_out;
+        at = end;
+    }
+    return at;
+}
+
 td_node_fetch_t *td_node_fetch_next(td_node_t *n)
 {
     void *item = NULL;
