@@ -23,6 +23,33 @@ ALWAYS_INLINE __m512 load_f16_wide(const uint8_t *ptr)
     return _mm512_cvtph_ps(load_i(ptr));
 }
 
+/** Sixteen values of a row in the KV pool, without their scale. at: of the first, unaligned. */
+ALWAYS_INLINE __m512 load_kv_wide(const uint8_t *at, const td_kv_codec_t codec)
+{
+    const __m128i low = _mm_set1_epi8(15);
+    __m128i code;
+    __m256i half;
+
+    switch (codec) {
+    case TD_KV_F16:
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)at));
+    case TD_KV_F8_E4M3:
+        code = _mm_loadu_si128((const __m128i *)(const void *)at);
+        half = _mm256_set_m128i(half_from_f8(_mm_cvtepi8_epi16(_mm_srli_si128(code, 8))),
+                                half_from_f8(_mm_cvtepi8_epi16(code)));
+        return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+    case TD_KV_I8:
+        code = _mm_loadu_si128((const __m128i *)(const void *)at);
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(code));
+    default:
+        code = _mm_loadl_epi64((const __m128i *)(const void *)at);
+        code = _mm_unpacklo_epi8(_mm_and_si128(code, low),
+                                 _mm_and_si128(_mm_srli_epi16(code, 4), low));
+        half = _mm256_slli_epi16(_mm256_cvtepu8_epi16(half_bytes_from_f4(code)), 8);
+        return _mm512_cvtph_ps(half);
+    }
+}
+
 /** Four bytes in every 32-bit lane, unaligned. */
 ALWAYS_INLINE __m512i broadcast4_wide(const void *ptr)
 {

@@ -118,8 +118,8 @@ static inline void tiny_put_group(tiny_t *t, td_gguf_type_t type, double *v)
         largest = fmax(largest, fabs(v[i]));
     }
     if (type == TD_GGUF_Q8_0) {
-        uint16_t half = td_cpu_f16_from_f32((float)(largest / 127));
-        double d = (double)td_cpu_f32_from_f16(half);
+        uint16_t half = td_f16_from_f32((float)(largest / 127));
+        double d = (double)td_f32_from_f16(half);
         tiny_put_half(t, half);
         for (int i = 0; i < 32; i++) {
             int8_t byte = (int8_t)fmax(-127, fmin(127, rint(v[i] / d)));
@@ -129,10 +129,10 @@ static inline void tiny_put_group(tiny_t *t, td_gguf_type_t type, double *v)
         return;
     }
     uint16_t scale =
-        td_cpu_f16_from_f32((float)(type == TD_GGUF_Q4_1 ? (high - low) / 15 : largest / 8));
-    uint16_t minimum = td_cpu_f16_from_f32((float)low);
-    double d = (double)td_cpu_f32_from_f16(scale);
-    double m = type == TD_GGUF_Q4_1 ? (double)td_cpu_f32_from_f16(minimum) : -8 * d;
+        td_f16_from_f32((float)(type == TD_GGUF_Q4_1 ? (high - low) / 15 : largest / 8));
+    uint16_t minimum = td_f16_from_f32((float)low);
+    double d = (double)td_f32_from_f16(scale);
+    double m = type == TD_GGUF_Q4_1 ? (double)td_f32_from_f16(minimum) : -8 * d;
     tiny_put_half(t, scale);
     if (type == TD_GGUF_Q4_1) {
         tiny_put_half(t, minimum);
@@ -155,11 +155,11 @@ static inline void tiny_put_values(tiny_t *t, td_gguf_type_t type, double *v, si
             tiny_put(t, &f, sizeof(f));
             v[i] = (double)f;
         } else if (type == TD_GGUF_F16) {
-            uint16_t half = td_cpu_f16_from_f32(f);
+            uint16_t half = td_f16_from_f32(f);
             tiny_put_half(t, half);
-            v[i] = (double)td_cpu_f32_from_f16(half);
+            v[i] = (double)td_f32_from_f16(half);
         } else if (type == TD_GGUF_BF16) {
-            uint16_t half = (uint16_t)(td_cpu_bits_from_float(f) >> 16);
+            uint16_t half = (uint16_t)(td_bits_from_float(f) >> 16);
             tiny_put_half(t, half);
             v[i] = (double)td_cpu_f32_from_bf16(half);
         } else if (i % 32 == 0) {
@@ -388,7 +388,7 @@ static inline void tiny_rotate(double *head, uint32_t rope_dim, uint32_t positio
 
 static inline double tiny_as_f16(double x)
 {
-    return (double)td_cpu_f32_from_f16(td_cpu_f16_from_f32((float)x));
+    return (double)td_f32_from_f16(td_f16_from_f32((float)x));
 }
 
 typedef struct tiny_cache {

@@ -50,6 +50,7 @@ static int setup(void **state)
     td_bus_config_t bus = {.bind = "tcp://127.0.0.1:*", .id = TD_ROUTER_ID, .incarnation = 77};
     rtr_loop_config_t loop = {.block_tokens = BLOCK_TOKENS,
                               .block_bytes = 4096,
+                              .kv_codec = "f16",
                               .queue_max = 2,
                               .queue_ms = 300,
                               .request_timeout_ms = 60000};
@@ -155,7 +156,7 @@ static void register_node(fixture_t *fx, node_t *node, const char *numerics, boo
     td_block_root_fields_t fields = {.fingerprint = fx->fingerprint,
                                      .numerics_class = numerics,
                                      .layout_version = TD_KV_LAYOUT_VERSION,
-                                     .codec = TD_KV_CODEC_F16,
+                                     .codec = "f16",
                                      .block_tokens = BLOCK_TOKENS,
                                      .adapter = "",
                                      .salt = ""};
@@ -173,6 +174,7 @@ static void register_node(fixture_t *fx, node_t *node, const char *numerics, boo
                               .store_master = is_master};
     r->http = "127.0.0.1:1";
     r->numerics_class = numerics;
+    r->kv_codec = node->role == TD_ROLE_KVSTORE ? "" : "f16";
     r->version = "0";
     r->context_max = 4096;
     if (node->role != TD_ROLE_KVSTORE) {
