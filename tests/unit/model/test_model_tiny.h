@@ -391,7 +391,27 @@ static inline double tiny_as_f16(double x)
     return (double)td_f32_from_f16(td_f16_from_f32((float)x));
 }
 
+/* A row as a codec keeps it, from the formats' definitions alone. */
+static inline void tiny_keep(td_kv_codec_t codec, double *row)
+{
+    const int bits = codec == TD_KV_F8_E4M3 ? 3 : 1; /* of the mantissa */
+    const int lowest = codec == TD_KV_F8_E4M3 ? -6 : 0;
+    const double limit = codec == TD_KV_F8_E4M3 ? 448 : codec == TD_KV_I8 ? 127 : 6;
+    double largest = 0;
+
+    for (int i = 0; i < TINY_HEAD_DIM; i++) {
+        largest = fmax(largest, fabs(row[i]));
+    }
+    for (int i = 0; i < TINY_HEAD_DIM; i++) {
+        const double x = row[i] / largest * limit;
+        const double step =
+            codec == TD_KV_I8 || x == 0 ? 1 : exp2(fmax(floor(log2(fabs(x))), lowest) - bits);
+        row[i] = codec == TD_KV_F16 ? tiny_as_f16(row[i]) : rint(x / step) * step * largest / limit;
+    }
+}
+
 typedef struct tiny_cache {
+    td_kv_codec_t codec;
     double k[TINY_LAYERS][TINY_CONTEXT][TINY_KV_DIM];
     double v[TINY_LAYERS][TINY_CONTEXT][TINY_KV_DIM];
 } tiny_cache_t;
@@ -450,9 +470,9 @@ static inline void tiny_forward(const tiny_t *t, tiny_cache_t *c, uint32_t token
         for (int h = 0; h < TINY_KV_HEADS; h++) {
             tiny_rotate(k + h * TINY_HEAD_DIM, rope_dim, position);
         }
-        for (int i = 0; i < TINY_KV_DIM; i++) {
-            k[i] = tiny_as_f16(k[i]);
-            v[i] = tiny_as_f16(v[i]);
+        for (int h = 0; h < TINY_KV_HEADS; h++) {
+            tiny_keep(c->codec, k + h * TINY_HEAD_DIM);
+            tiny_keep(c->codec, v + h * TINY_HEAD_DIM);
         }
         tiny_attend(c, layer, position, q, a);
         tiny_matvec(t, TINY_NAME("attn_output"), a, TINY_Q_DIM, TINY_DIM, y);
