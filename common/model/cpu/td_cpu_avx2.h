@@ -55,6 +55,13 @@ ALWAYS_INLINE __m256 load_f16(const void *ptr)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)ptr));
 }
 
+/** What load_kv() gives is too small by this, for the scale to make up for: scales of rows are far
+ * from overflow, so both are exact. */
+ALWAYS_INLINE float kv_unit(const td_kv_codec_t codec)
+{
+    return codec == TD_KV_F8_E4M3 ? 256.0f : 1.0f;
+}
+
 /** f8_e4m3 codes, sign-extended, as halves 2^8 too small; exact. NaN stays NaN. */
 ALWAYS_INLINE __m128i half_from_f8(__m128i code)
 {
@@ -72,7 +79,8 @@ ALWAYS_INLINE __m128i half_bytes_from_f4(__m128i code)
                             code);
 }
 
-/** Eight values of a row in the KV pool, without their scale. at: of the first, unaligned. */
+/** Eight values of a row in the KV pool, without their scale and in kv_unit()s. at: of the first,
+ * unaligned. */
 ALWAYS_INLINE __m256 load_kv(const uint8_t *at, const td_kv_codec_t codec)
 {
     __m128i code;
@@ -83,7 +91,7 @@ ALWAYS_INLINE __m256 load_kv(const uint8_t *at, const td_kv_codec_t codec)
         return load_f16(at);
     case TD_KV_F8_E4M3:
         code = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)(const void *)at));
-        return _mm256_mul_ps(_mm256_cvtph_ps(half_from_f8(code)), _mm256_set1_ps(256.0f));
+        return _mm256_cvtph_ps(half_from_f8(code));
     case TD_KV_I8:
         code = _mm_loadl_epi64((const __m128i *)(const void *)at);
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code));

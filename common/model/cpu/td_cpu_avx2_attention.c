@@ -23,7 +23,7 @@ ALWAYS_INLINE void load_run(const uint8_t *values, const uint8_t *scales, uint32
     for (uint32_t t = 0; t < tokens; t++) {
         float value = 0;
         memcpy(&value, scales + (size_t)t * TD_KV_SCALE_BYTES, sizeof(value));
-        const __m256 scale = _mm256_set1_ps(value);
+        const __m256 scale = _mm256_set1_ps(value * kv_unit(codec));
         for (uint32_t d = 0; d < head_dim; d += AVX2_LANES) {
             _mm256_store_ps(out + d, _mm256_mul_ps(load_kv(values, codec), scale));
             values += AVX2_LANES * td_kv_value_bits(codec) / 8;

@@ -23,7 +23,18 @@ ALWAYS_INLINE __m512 load_f16_wide(const uint8_t *ptr)
     return _mm512_cvtph_ps(load_i(ptr));
 }
 
-/** Sixteen values of a row in the KV pool, without their scale. at: of the first, unaligned. */
+/** As half_from_f8(), of sixteen codes. */
+ALWAYS_INLINE __m256i half_from_f8_wide(__m128i codes)
+{
+    const __m256i code = _mm256_cvtepi8_epi16(codes);
+    const __m256i half =
+        _mm256_and_si256(_mm256_slli_epi16(code, 7), _mm256_set1_epi16((int16_t)0xbfff));
+    const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(half, _mm256_set1_epi16(0x7fff)),
+                                                  _mm256_set1_epi16(0x7f << 7));
+    return _mm256_mask_blend_epi16(nan, half, _mm256_or_si256(half, _mm256_set1_epi16(0x7e00)));
+}
+
+/** As load_kv(), of sixteen values. */
 ALWAYS_INLINE __m512 load_kv_wide(const uint8_t *at, const td_kv_codec_t codec)
 {
     const __m128i low = _mm_set1_epi8(15);
@@ -34,10 +45,8 @@ ALWAYS_INLINE __m512 load_kv_wide(const uint8_t *at, const td_kv_codec_t codec)
     case TD_KV_F16:
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)at));
     case TD_KV_F8_E4M3:
-        code = _mm_loadu_si128((const __m128i *)(const void *)at);
-        half = _mm256_set_m128i(half_from_f8(_mm_cvtepi8_epi16(_mm_srli_si128(code, 8))),
-                                half_from_f8(_mm_cvtepi8_epi16(code)));
-        return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+        half = half_from_f8_wide(_mm_loadu_si128((const __m128i *)(const void *)at));
+        return _mm512_cvtph_ps(half);
     case TD_KV_I8:
         code = _mm_loadu_si128((const __m128i *)(const void *)at);
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(code));

@@ -33,6 +33,7 @@ ALWAYS_INLINE void load_run(const uint8_t *values, const uint8_t *scales, uint32
         float scale = 0;
         uint32_t d = 0;
         memcpy(&scale, scales + (size_t)t * TD_KV_SCALE_BYTES, sizeof(scale));
+        scale *= kv_unit(codec);
         for (; d + AVX512_LANES <= head_dim; d += AVX512_LANES) {
             const uint8_t *at = values + (size_t)d * td_kv_value_bits(codec) / 8;
             _mm512_storeu_ps(out + d,
