@@ -18,6 +18,7 @@ usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
   --dir RUNDIR      logs, secret, cluster.json [build/run]
   --bin DIR         programs [build/bin]
   --precision P     fast, mixed or exact [mixed]
+  --kv-codec C      how KV is stored: f16, f8_e4m3, i8 or f4_e2m1 [f16]
   --threads N       compute threads of each node [all CPUs; fewer with more than two nodes]
   --kv-memory SIZE  KV pool of each node, e.g. 512M [the nodes' own default]
   --timeout S       seconds to come up [60]
@@ -39,7 +40,7 @@ routers=1 prefills=1 decodes=1 kvstores=1
 host=127.0.0.1 port=8000 base_port=0
 model=$top/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 dir=$top/build/run bin=$top/build/bin
-precision=mixed threads='' kv_memory='' timeout=60
+precision=mixed kv_codec='' threads='' kv_memory='' timeout=60
 declare -A kind_args=([router]='' [prefill]='' [decode]='' [kvstore]='')
 declare -A args_of=()
 router_flags=()
@@ -85,6 +86,7 @@ parse_options() {
         --dir) dir=$2 ;;
         --bin) bin=$2 ;;
         --precision) precision=$2 ;;
+        --kv-codec) kv_codec=$2 ;;
         --kv-memory) kv_memory=$2 ;;
         --router-args | --prefill-args | --decode-args | --kvstore-args)
             local kind=${1#--}
@@ -356,7 +358,7 @@ TEXT
 
 up() {
     local i store_role='both'
-    local -a node_flags=()
+    local -a node_flags=() cluster_flags=()
     check_setup
     (umask 077 && mkdir -p "$dir")
     chmod 0700 "$dir"
@@ -374,7 +376,10 @@ up() {
     trap 'exit 1' INT TERM HUP
 
     say "starting 1 router, $prefills prefill, $decodes decode, $kvstores kvstore"
-    start_process router router "$host:$port" --model "$model" \
+    cluster_flags=(--model "$model")
+    # Only if given: else the environment (TANDEM_KV_CODEC) or the programs' default decides.
+    [[ -z $kv_codec ]] || cluster_flags+=(--kv-codec "$kv_codec")
+    start_process router router "$host:$port" "${cluster_flags[@]}" \
         ${router_flags[@]+"${router_flags[@]}"}
     wait_ready 0
     node_flags=(--router "$router_bus")
@@ -384,7 +389,7 @@ up() {
             --role "$store_role"
         store_role=segment
     done
-    node_flags+=(--model "$model" --precision "$precision" --threads "$threads")
+    node_flags+=("${cluster_flags[@]}" --precision "$precision" --threads "$threads")
     [[ -z $kv_memory ]] || node_flags+=(--kv-memory "$kv_memory")
     for ((i = 1; i <= prefills; i++)); do
         take_port

@@ -31,6 +31,13 @@
          0,           "fast|mixed|exact"},                                                           \
         {"threads", TD_OPTION_COUNT, "0", "compute threads, 0 = all CPUs", 0, TD_NODE_THREADS_MAX},  \
         {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block, a multiple of 16", 16, 1024}, \
+        {"kv-codec",                                                                                 \
+         TD_OPTION_CHOICE,                                                                           \
+         TD_KV_CODEC_DEFAULT,                                                                        \
+         "how KV is stored, one for the whole cluster",                                              \
+         0,                                                                                          \
+         0,                                                                                          \
+         TD_KV_CODEC_NAMES},                                                                         \
     {                                                                                                \
         "context-max", TD_OPTION_COUNT, "0", "tokens of a request, 0 = the model's", 0, 1 << 20      \
     }

@@ -19,6 +19,7 @@ typedef struct eval_options {
     uint32_t chunk;
     td_precision_t precision;
     td_isa_t isa;
+    td_kv_codec_t kv_codec;
 } eval_options_t;
 
 typedef struct eval_job {
@@ -57,6 +58,7 @@ static void print_help(void)
                "  --threads N       default 2\n"
                "  --precision P     fast, mixed (default) or exact\n"
                "  --chunk N         rows of a pass, default 128\n"
+               "  --kv-codec C      " BENCH_CODEC_NAMES "; default f16\n"
                "  --isa I           " BENCH_ISA_NAMES "; default auto; never changes a result\n"
                "  --help            this text");
 }
@@ -305,6 +307,7 @@ static int parse_options(int argc, char **argv, eval_options_t *o)
                                           {"precision", required_argument, NULL, 'p'},
                                           {"chunk", required_argument, NULL, 'c'},
                                           {"isa", required_argument, NULL, 'i'},
+                                          {"kv-codec", required_argument, NULL, 'k'},
                                           {"help", no_argument, NULL, 'h'},
                                           {NULL, 0, NULL, 0}};
     int opt = 0;
@@ -326,6 +329,9 @@ static int parse_options(int argc, char **argv, eval_options_t *o)
             break;
         case 'i':
             ok = bench_parse_isa(optarg, &o->isa);
+            break;
+        case 'k':
+            ok = bench_parse_codec(optarg, &o->kv_codec);
             break;
         case 'h':
             print_help();
@@ -359,7 +365,8 @@ int bench_eval(int argc, char **argv)
                                    .threads = e.options.threads,
                                    .rows_max = e.options.chunk,
                                    .logit_rows_max = e.options.chunk,
-                                   .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT};
+                                   .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT,
+                                   .kv_codec = e.options.kv_codec};
     rc = bench_model_open(e.options.model, &options, 1, 0, &e.run);
     if (rc != BENCH_EXIT_OK) {
         return rc;

@@ -23,6 +23,7 @@ typedef struct model_options {
     uint32_t repeat;
     td_precision_t precision;
     td_isa_t isa;
+    td_kv_codec_t kv_codec;
     bool json;
 } model_options_t;
 
@@ -50,6 +51,7 @@ static void print_help(void)
         "  --model FILE      GGUF file (required)\n"
         "  --threads N       default 2\n"
         "  --precision P     fast, mixed (default) or exact\n"
+        "  --kv-codec C      " BENCH_CODEC_NAMES "; default f16\n"
         "  --isa I           " BENCH_ISA_NAMES "; default auto\n"
         "  --repeat N        default 5\n"
         "  --json            one JSON object instead of a table\n"
@@ -343,6 +345,7 @@ static int parse_options(int argc, char **argv, model_options_t *o)
                                           {"precision", required_argument, NULL, 'p'},
                                           {"repeat", required_argument, NULL, 'r'},
                                           {"isa", required_argument, NULL, 'i'},
+                                          {"kv-codec", required_argument, NULL, 'k'},
                                           {"json", no_argument, NULL, 'j'},
                                           {"help", no_argument, NULL, 'h'},
                                           {NULL, 0, NULL, 0}};
@@ -365,6 +368,9 @@ static int parse_options(int argc, char **argv, model_options_t *o)
             break;
         case 'i':
             ok = bench_parse_isa(optarg, &o->isa);
+            break;
+        case 'k':
+            ok = bench_parse_codec(optarg, &o->kv_codec);
             break;
         case 'j':
             o->json = true;
@@ -403,7 +409,8 @@ int bench_model(int argc, char **argv)
                                    .threads = b.options.threads,
                                    .rows_max = MODEL_CHUNK,
                                    .logit_rows_max = MODEL_SEQUENCES,
-                                   .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT};
+                                   .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT,
+                                   .kv_codec = b.options.kv_codec};
     begin_ns = td_now_ns();
     rc = bench_model_open(b.options.model, &options, MODEL_SEQUENCES, MODEL_PREFILL_MAX, &b.run);
     if (rc != BENCH_EXIT_OK) {

@@ -68,6 +68,15 @@ bool bench_parse_precision(const char *text, td_precision_t *out)
     return false;
 }
 
+bool bench_parse_codec(const char *text, td_kv_codec_t *out)
+{
+    if (td_kv_codec_parse(text, out) == TD_OK) {
+        return true;
+    }
+    (void)bench_usage_error("--kv-codec wants " BENCH_CODEC_NAMES ", not \"%s\"", text);
+    return false;
+}
+
 void bench_print_figures(json_t *figures, bool as_json)
 {
     const char *key = NULL;
