@@ -13,7 +13,7 @@ ifneq ($(BENCH_SRC),)
 PROGRAMS += tandem-bench
 # The load generator's client; no other program needs it.
 CURL_LIBS = $(shell pkg-config --libs libcurl)
-$(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/libtandem.a
+$(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CURL_LIBS) -o $@
 endif

@@ -18,6 +18,7 @@ int bench_model(int argc, char **argv);
 int bench_handoff(int argc, char **argv);
 int bench_kv(int argc, char **argv);
 int bench_serve(int argc, char **argv);
+int bench_store(int argc, char **argv);
 int bench_transfer(int argc, char **argv);
 
 /** Says "tandem-bench: ..." on standard error. Answers BENCH_EXIT_USAGE. */

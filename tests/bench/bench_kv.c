@@ -60,7 +60,7 @@ static void make_keys(kv_bench_t *b)
     const td_block_root_fields_t fields = {.fingerprint = fingerprint,
                                            .numerics_class = "bench",
                                            .layout_version = TD_KV_LAYOUT_VERSION,
-                                           .codec = TD_KV_CODEC_F16,
+                                           .codec = TD_KV_CODEC_DEFAULT,
                                            .block_tokens = 1,
                                            .adapter = "",
                                            .salt = ""};

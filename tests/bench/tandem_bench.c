@@ -19,6 +19,7 @@ static const struct {
     {"kv", bench_kv, "prefix cache and block tables alone"},
     {"model", bench_model, "speed of the forward pass"},
     {"serve", bench_serve, "conversations with an OpenAI-compatible server"},
+    {"store", bench_store, "putting, looking up and reading blocks of the store"},
     {"transfer", bench_transfer, "fetching KV blocks from another process"},
 };
 
