@@ -1,5 +1,4 @@
 /* tandem-bench eval - likelihood, argmax, best tokens and greedy continuation of token lists. */
-#include <getopt.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdio.h>
@@ -10,6 +9,7 @@
 #include "common/base/td_clock.h"
 #include "common/model/td_sampler.h"
 #include "tests/bench/bench.h"
+#include "tests/bench/bench_options.h"
 
 #define EVAL_TOPK_MAX 1000u
 
@@ -302,52 +302,20 @@ static int eval_stream(eval_t *e)
 
 static int parse_options(int argc, char **argv, eval_options_t *o)
 {
-    static const struct option longs[] = {{"model", required_argument, NULL, 'm'},
-                                          {"threads", required_argument, NULL, 't'},
-                                          {"precision", required_argument, NULL, 'p'},
-                                          {"chunk", required_argument, NULL, 'c'},
-                                          {"isa", required_argument, NULL, 'i'},
-                                          {"kv-codec", required_argument, NULL, 'k'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
-    int opt = 0;
+    const bench_option_t options[] = {
+        BENCH_MODEL_OPTION(&o->model),
+        BENCH_THREADS_OPTION(&o->threads),
+        {.name = "precision", .kind = BENCH_PRECISION, .out = &o->precision},
+        {.name = "isa", .kind = BENCH_ISA, .out = &o->isa},
+        {.name = "kv-codec", .kind = BENCH_CODEC, .out = &o->kv_codec},
+        {.name = "chunk",
+         .kind = BENCH_NUMBER,
+         .out = &o->chunk,
+         .min = 1,
+         .max = TD_MODEL_ROWS_MAX},
+    };
 
-    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'm':
-            o->model = optarg;
-            break;
-        case 't':
-            ok = bench_parse_u32("--threads", optarg, 1, 256, &o->threads);
-            break;
-        case 'p':
-            ok = bench_parse_precision(optarg, &o->precision);
-            break;
-        case 'c':
-            ok = bench_parse_u32("--chunk", optarg, 1, TD_MODEL_ROWS_MAX, &o->chunk);
-            break;
-        case 'i':
-            ok = bench_parse_isa(optarg, &o->isa);
-            break;
-        case 'k':
-            ok = bench_parse_codec(optarg, &o->kv_codec);
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    if (optind != argc || o->model == NULL) {
-        return bench_usage_error("eval needs --model FILE and nothing but options (see --help)");
-    }
-    return BENCH_EXIT_OK;
+    return bench_parse_options(argc, argv, "eval", print_help, options, TD_ARRAY_LEN(options));
 }
 
 int bench_eval(int argc, char **argv)

@@ -1,5 +1,4 @@
 /* tandem-bench model - speed of the forward pass: prefill, decode batches, verification. */
-#include <getopt.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <string.h>
@@ -8,6 +7,7 @@
 #include "common/base/td_clock.h"
 #include "common/model/td_model_internal.h"
 #include "tests/bench/bench.h"
+#include "tests/bench/bench_options.h"
 
 #define MODEL_CHUNK 512u
 #define MODEL_PREFILL_MAX 2048u
@@ -340,56 +340,17 @@ static double resident_mb(void)
 
 static int parse_options(int argc, char **argv, model_options_t *o)
 {
-    static const struct option longs[] = {{"model", required_argument, NULL, 'm'},
-                                          {"threads", required_argument, NULL, 't'},
-                                          {"precision", required_argument, NULL, 'p'},
-                                          {"repeat", required_argument, NULL, 'r'},
-                                          {"isa", required_argument, NULL, 'i'},
-                                          {"kv-codec", required_argument, NULL, 'k'},
-                                          {"json", no_argument, NULL, 'j'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
-    int opt = 0;
+    const bench_option_t options[] = {
+        BENCH_MODEL_OPTION(&o->model),
+        BENCH_THREADS_OPTION(&o->threads),
+        {.name = "precision", .kind = BENCH_PRECISION, .out = &o->precision},
+        {.name = "isa", .kind = BENCH_ISA, .out = &o->isa},
+        {.name = "kv-codec", .kind = BENCH_CODEC, .out = &o->kv_codec},
+        BENCH_REPEAT_OPTION(&o->repeat),
+        BENCH_JSON_OPTION(&o->json),
+    };
 
-    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'm':
-            o->model = optarg;
-            break;
-        case 't':
-            ok = bench_parse_u32("--threads", optarg, 1, 256, &o->threads);
-            break;
-        case 'p':
-            ok = bench_parse_precision(optarg, &o->precision);
-            break;
-        case 'r':
-            ok = bench_parse_u32("--repeat", optarg, 1, 1000, &o->repeat);
-            break;
-        case 'i':
-            ok = bench_parse_isa(optarg, &o->isa);
-            break;
-        case 'k':
-            ok = bench_parse_codec(optarg, &o->kv_codec);
-            break;
-        case 'j':
-            o->json = true;
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    if (optind != argc || o->model == NULL) {
-        return bench_usage_error("model needs --model FILE and nothing but options (see --help)");
-    }
-    return BENCH_EXIT_OK;
+    return bench_parse_options(argc, argv, "model", print_help, options, TD_ARRAY_LEN(options));
 }
 
 int bench_model(int argc, char **argv)

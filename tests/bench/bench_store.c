@@ -2,7 +2,6 @@
  *
  * The store, master and segment, is a process of its own, forked before UCX is touched; this one is
  * the node, and plays the router as far as telling the node who the store's master is. */
-#include <getopt.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -20,6 +19,7 @@
 #include "kvstore/kvs_segment.h"
 #include "tests/bench/bench.h"
 #include "tests/bench/bench_fork.h"
+#include "tests/bench/bench_options.h"
 
 #define STORE_NODE 1u /* incarnations */
 #define STORE_STORE 2u
@@ -530,55 +530,39 @@ static bool use_store(const store_options_t *o, int socket, json_t *figures)
 
 /* --- options ---------------------------------------------------------------------------------- */
 
+static bool parse_carrier(char *text, void *out)
+{
+    if (strcmp(text, "auto") != 0 && strcmp(text, "tcp") != 0 && strcmp(text, "shm") != 0) {
+        (void)bench_usage_error("--carrier wants auto, tcp or shm, not \"%s\"", text);
+        return false;
+    }
+    *(const char **)out = text;
+    return true;
+}
+
 static int parse_options(int argc, char **argv, store_options_t *o)
 {
-    static const struct option longs[] = {
-        {"carrier", required_argument, NULL, 'c'}, {"size", required_argument, NULL, 's'},
-        {"blocks", required_argument, NULL, 'b'},  {"batch", required_argument, NULL, 'n'},
-        {"repeat", required_argument, NULL, 'r'},  {"json", no_argument, NULL, 'j'},
-        {"help", no_argument, NULL, 'h'},          {NULL, 0, NULL, 0}};
+    const bench_option_t options[] = {
+        {.name = "carrier", .kind = BENCH_OWN, .out = &o->carrier, .parse = parse_carrier},
+        {.name = "size", .kind = BENCH_NUMBER, .out = &o->block_bytes, .min = 64, .max = 1u << 30},
+        {.name = "blocks",
+         .kind = BENCH_NUMBER,
+         .out = &o->blocks,
+         .min = 1,
+         .max = TD_TRANSFER_PIECES_MAX},
+        {.name = "batch",
+         .kind = BENCH_NUMBER,
+         .out = &o->batch,
+         .min = 1,
+         .max = KVS_PUT_BLOCKS_MAX},
+        BENCH_REPEAT_OPTION(&o->repeat),
+        BENCH_JSON_OPTION(&o->json),
+    };
     size_t bytes = 0;
-    int opt = 0;
+    int rc = bench_parse_options(argc, argv, "store", print_help, options, TD_ARRAY_LEN(options));
 
-    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'c':
-            o->carrier = optarg;
-            ok = strcmp(optarg, "auto") == 0 || strcmp(optarg, "tcp") == 0 ||
-                 strcmp(optarg, "shm") == 0;
-            if (!ok) {
-                (void)bench_usage_error("--carrier wants auto, tcp or shm, not \"%s\"", optarg);
-            }
-            break;
-        case 's':
-            ok = bench_parse_u32("--size", optarg, 64, 1u << 30, &o->block_bytes);
-            break;
-        case 'b':
-            ok = bench_parse_u32("--blocks", optarg, 1, TD_TRANSFER_PIECES_MAX, &o->blocks);
-            break;
-        case 'n':
-            ok = bench_parse_u32("--batch", optarg, 1, KVS_PUT_BLOCKS_MAX, &o->batch);
-            break;
-        case 'r':
-            ok = bench_parse_u32("--repeat", optarg, 1, 1000, &o->repeat);
-            break;
-        case 'j':
-            o->json = true;
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    if (optind != argc) {
-        return bench_usage_error("store takes nothing but options (see --help)");
+    if (rc != BENCH_EXIT_OK) {
+        return rc;
     }
     o->batch = TD_MIN(o->batch, o->blocks);
     if (!td_size_mul((1 + STORE_ROUNDS) * (size_t)o->blocks + o->batch, o->block_bytes, &bytes) ||

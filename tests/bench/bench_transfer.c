@@ -3,7 +3,6 @@
  * For each carrier two processes are forked before UCX is touched: an owner, which fills its pool
  * and answers, and a reader, which measures and sends its figures home. They know each other by
  * what they exchange over a socket pair, as nodes do through the router. */
-#include <getopt.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,6 +15,7 @@
 #include "common/transfer/td_transfer.h"
 #include "tests/bench/bench.h"
 #include "tests/bench/bench_fork.h"
+#include "tests/bench/bench_options.h"
 #include "tests/bench/bench_samples.h"
 
 #define TRANSFER_OWNER 1u /* incarnations */
@@ -375,8 +375,9 @@ static bool run_carrier(const transfer_options_t *o, const char *carrier, transf
 /* --- options ---------------------------------------------------------------------------------- */
 
 /* Cuts the list in place. */
-static bool parse_carriers(char *list, transfer_options_t *o)
+static bool parse_carriers(char *list, void *out)
 {
+    transfer_options_t *o = out;
     static const char *const known[] = {"auto", "tcp", "shm"};
     char *rest = NULL;
 
@@ -401,47 +402,23 @@ static bool parse_carriers(char *list, transfer_options_t *o)
 
 static int parse_options(int argc, char **argv, transfer_options_t *o)
 {
-    static const struct option longs[] = {{"carrier", required_argument, NULL, 'c'},
-                                          {"size", required_argument, NULL, 's'},
-                                          {"blocks", required_argument, NULL, 'b'},
-                                          {"repeat", required_argument, NULL, 'r'},
-                                          {"json", no_argument, NULL, 'j'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
+    const bench_option_t options[] = {
+        {.name = "carrier", .kind = BENCH_OWN, .out = o, .parse = parse_carriers},
+        {.name = "size", .kind = BENCH_NUMBER, .out = &o->block_bytes, .min = 1, .max = 1u << 30},
+        {.name = "blocks",
+         .kind = BENCH_NUMBER,
+         .out = &o->blocks,
+         .min = 1,
+         .max = TD_TRANSFER_PIECES_MAX},
+        BENCH_REPEAT_OPTION(&o->repeat),
+        BENCH_JSON_OPTION(&o->json),
+    };
     size_t bytes = 0;
-    int opt = 0;
+    int rc =
+        bench_parse_options(argc, argv, "transfer", print_help, options, TD_ARRAY_LEN(options));
 
-    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'c':
-            ok = parse_carriers(optarg, o);
-            break;
-        case 's':
-            ok = bench_parse_u32("--size", optarg, 1, 1u << 30, &o->block_bytes);
-            break;
-        case 'b':
-            ok = bench_parse_u32("--blocks", optarg, 1, TD_TRANSFER_PIECES_MAX, &o->blocks);
-            break;
-        case 'r':
-            ok = bench_parse_u32("--repeat", optarg, 1, 1000, &o->repeat);
-            break;
-        case 'j':
-            o->json = true;
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    if (optind != argc) {
-        return bench_usage_error("transfer takes nothing but options (see --help)");
+    if (rc != BENCH_EXIT_OK) {
+        return rc;
     }
     if (!td_size_mul(o->blocks, o->block_bytes, &bytes) || bytes > TRANSFER_POOL_BYTES_MAX) {
         return bench_usage_error("--size times --blocks is more than %zu bytes",
