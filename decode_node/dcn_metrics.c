@@ -5,6 +5,7 @@ void dcn_metrics_declare(dcn_node_t *d)
     td_metrics_t *m = d->node.proc.metrics;
     const char *requests = "tandem_decode_requests_total";
     const char *bytes = "tandem_decode_handoff_bytes_total";
+    const char *returned = "tandem_decode_returned_tokens_total";
 
     d->tokens = td_metrics_counter(m, "tandem_decode_tokens_total", NULL, "tokens generated");
     d->requests_ok = td_metrics_counter(m, requests, "outcome=\"ok\"", "decode legs that ended");
@@ -22,6 +23,9 @@ void dcn_metrics_declare(dcn_node_t *d)
     d->bytes_late = td_metrics_counter(m, bytes, "when=\"late\"", "");
     d->preemptions = td_metrics_counter(m, "tandem_decode_preemptions_total", NULL,
                                         "requests that gave their blocks to others for a while");
-    d->recomputed = td_metrics_counter(m, "tandem_decode_recomputed_tokens_total", NULL,
-                                       "positions computed again after that");
+    d->returned_cached = td_metrics_counter(m, returned, "source=\"cache\"",
+                                            "positions of requests that came back after that, by "
+                                            "where their KV came from");
+    d->returned_fetched = td_metrics_counter(m, returned, "source=\"store\"", "");
+    d->returned_computed = td_metrics_counter(m, returned, "source=\"computed\"", "");
 }

@@ -13,10 +13,11 @@
 #define DCN_REPLAY_ROWS_MAX 64u /* rows of a step that compute again what was given up */
 
 typedef enum dcn_state {
-    DCN_FETCHING, /* blocks are reserved; layers come in */
-    DCN_RUNNING,  /* admitted: choices generate */
-    DCN_WAITING,  /* gave its blocks to others; comes back when there is room */
-    DCN_DRAIN     /* ended; fetches or the batch still hold memory */
+    DCN_FETCHING,  /* blocks are reserved; layers come in */
+    DCN_RUNNING,   /* admitted: choices generate */
+    DCN_WAITING,   /* gave its blocks to others; comes back when there is room */
+    DCN_RETURNING, /* has room again; what the store still holds of its blocks comes in */
+    DCN_DRAIN      /* ended; fetches or the batch still hold memory */
 } dcn_state_t;
 
 struct dcn_ticket;
@@ -66,6 +67,11 @@ typedef struct dcn_ticket {
     bool computing;
     uint32_t *quarantined; /* owned, [blocks]; while DCN_DRAIN */
     uint32_t quarantined_count;
+    uint64_t return_serial;      /* names its question to the store; 0 = none is open */
+    uint32_t return_blocks;      /* full ones of its sequence */
+    td_block_key_t *return_keys; /* owned, [return_blocks]; while DCN_RETURNING */
+    uint64_t *return_sums;       /* owned, [return_blocks]: announced checksums, then hashes */
+    bool *return_right;          /* owned, [return_blocks] */
     struct dcn_ticket *next;
 } dcn_ticket_t;
 
@@ -96,6 +102,7 @@ typedef struct dcn_node {
     dcn_ticket_t *tickets; /* list, oldest first */
     uint32_t ticket_count;
     uint32_t next_ticket_turn; /* rotates, when more choices run than a batch holds */
+    uint64_t returns;          /* questions to the store so far */
     uint64_t outputs_ended;
     double output_mean; /* tokens, of outputs that ended lately */
     double output_deviation;
@@ -113,7 +120,9 @@ typedef struct dcn_node {
     td_metric_t *bytes_early;
     td_metric_t *bytes_late;
     td_metric_t *preemptions;
-    td_metric_t *recomputed;
+    td_metric_t *returned_cached;
+    td_metric_t *returned_fetched;
+    td_metric_t *returned_computed;
 } dcn_node_t;
 
 /* dcn_ticket.c */
@@ -144,6 +153,14 @@ void dcn_output_ended(dcn_node_t *dcn, uint32_t tokens);
  * step. */
 void dcn_preempt_make_room(dcn_node_t *dcn);
 bool dcn_preempt_someone_waits(const dcn_node_t *dcn);
+
+/* dcn_return.c: a request that gave way comes back */
+/** Takes what is here of its blocks and the promise of the rest; DCN_RETURNING or DCN_RUNNING.
+ * Errors: TD_ERR_BUSY, TD_ERR_NO_MEMORY: it waits on. */
+td_status_t dcn_return_begin(dcn_node_t *dcn, dcn_ticket_t *ticket);
+/** As dcn_receive_fetched(), for a job of a DCN_RETURNING ticket. */
+void dcn_return_fetched(dcn_node_t *dcn, dcn_ticket_t *ticket, td_node_fetch_t *job);
+void dcn_return_fini(dcn_ticket_t *ticket);
 /** The token at a position of a choice's sequence. */
 uint32_t dcn_choice_token(const dcn_choice_t *choice, uint32_t position);
 

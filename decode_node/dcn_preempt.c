@@ -4,9 +4,9 @@
  * A request of one choice is promised its prompt and what outputs have lately been long; the rest
  * of its growth it takes as it goes. When none is left, whoever ranks last (higher priority number,
  * then younger) gives up all its blocks. What it had verified is indexed and has been offered to
- * the store, so most of it is found again; the rest is computed again, with the same bits (I1).
- * Whoever ranks first always gets what it needs, so every request ends. Requests of several choices
- * share blocks: they are promised everything, and never give way. */
+ * the store, so most of it is found again; the rest is computed again, with the same bits (I1;
+ * dcn_return.c). Whoever ranks first always gets what it needs, so every request ends. Requests of
+ * several choices share blocks: they are promised everything, and never give way. */
 #include "decode_node/dcn_node.h"
 
 #include <string.h>
@@ -136,73 +136,6 @@ static bool grow(dcn_node_t *d)
 
 /* --- coming back ------------------------------------------------------------------------------ */
 
-uint32_t dcn_choice_token(const dcn_choice_t *c, uint32_t position)
-{
-    const td_msg_work_t *w = &c->ticket->work;
-    return position < w->prompt_tokens ? w->prompt[position]
-                                       : c->tokens[position - w->prompt_tokens];
-}
-
-/* Keys of the full blocks among the first `tokens` tokens of a choice's sequence. */
-static td_status_t choice_keys(const dcn_node_t *d, const dcn_choice_t *c, uint32_t tokens,
-                               td_block_key_t **out)
-{
-    uint32_t *ids = td_calloc(tokens, sizeof(*ids));
-    td_block_key_t *keys =
-        td_calloc(tokens / td_node_layout(&d->node)->block_tokens + 1, sizeof(*keys));
-
-    if (ids == NULL || keys == NULL) {
-        td_free(ids);
-        td_free(keys);
-        return TD_ERR_NO_MEMORY;
-    }
-    for (uint32_t i = 0; i < tokens; i++) {
-        ids[i] = dcn_choice_token(c, i);
-    }
-    td_block_keys(&c->ticket->root, ids, tokens, td_node_layout(&d->node)->block_tokens, keys);
-    td_free(ids);
-    *out = keys;
-    return TD_OK;
-}
-
-/* Takes what is still here of its sequence and the promise of the rest, with some growth. */
-static td_status_t come_back(dcn_node_t *d, dcn_ticket_t *t)
-{
-    const td_kv_layout_t *layout = td_node_layout(&d->node);
-    const td_msg_work_t *w = &t->work;
-    dcn_choice_t *c = &t->choices[0];
-    const uint32_t written = w->prompt_tokens + c->token_count - 1;
-    const uint32_t growth = TD_MIN(w->max_tokens - c->token_count + 1, OUTPUT_MIN);
-    const uint32_t blocks = td_kv_blocks_for(layout, written + growth);
-    td_block_key_t *keys = NULL;
-    td_status_t status = TD_OK;
-
-    TD_TRY(choice_keys(d, c, written, &keys));
-    status = td_seq_init(&c->seq, d->node.pool, layout, w->prompt_tokens + w->max_tokens);
-    if (status == TD_OK) {
-        c->seq.block_count =
-            td_pool_match(d->node.pool, keys, written / layout->block_tokens, c->seq.blocks);
-        kvs_client_make_room(d->store, blocks - c->seq.block_count);
-        status = td_seq_reserve(&c->seq, blocks - c->seq.block_count);
-    }
-    if (status == TD_OK) {
-        c->published = c->seq.block_count;
-        if (c->published > 0) {
-            c->last_key = keys[c->published - 1];
-        }
-        c->kv_tokens = c->published * layout->block_tokens;
-        c->has_room = true; /* of its own promise */
-        t->state = DCN_RUNNING;
-        td_metric_add(d->recomputed, written - c->kv_tokens);
-        TD_LOG_INFO("resumed", "req=%s tokens=%u kept=%u", w->request_id, written + 1,
-                    c->kv_tokens);
-    } else {
-        td_seq_fini(&c->seq);
-    }
-    td_free(keys);
-    return status;
-}
-
 bool dcn_preempt_someone_waits(const dcn_node_t *d)
 {
     for (const dcn_ticket_t *t = d->tickets; t != NULL; t = t->next) {
@@ -222,7 +155,7 @@ static void resume(dcn_node_t *d)
                 first = t;
             }
         }
-        if (first == NULL || come_back(d, first) != TD_OK) {
+        if (first == NULL || dcn_return_begin(d, first) != TD_OK) {
             return; /* who ranks behind it does not overtake it */
         }
     }

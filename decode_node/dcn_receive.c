@@ -291,6 +291,10 @@ void dcn_receive_fetched(dcn_node_t *d, td_node_fetch_t *job)
 
     TD_ASSERT(t != NULL); /* a ticket stays until its fetches have come back */
     t->fetches--;
+    if (t->state == DCN_RETURNING) {
+        dcn_return_fetched(d, t, job);
+        return;
+    }
     if (t->state != DCN_FETCHING) {
         td_node_fetch_free(job);
         dcn_ticket_settle(d, t);

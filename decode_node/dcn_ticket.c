@@ -81,6 +81,7 @@ static void ticket_free(dcn_node_t *d, dcn_ticket_t *t)
     td_free(t->layers);
     td_free(t->hashes);
     td_free(t->quarantined);
+    dcn_return_fini(t);
     td_msg_arena_free(t->ready_arena);
     td_msg_arena_free(t->arena);
     td_free(t);

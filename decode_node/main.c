@@ -90,7 +90,7 @@ static td_msg_heartbeat_t load_of(const dcn_node_t *d)
     td_msg_heartbeat_t load = {
         .free_blocks = c.free + c.cached, .total_blocks = c.total, .tokens_per_s = d->tokens_per_s};
     for (const dcn_ticket_t *t = d->tickets; t != NULL; t = t->next) {
-        if (t->state == DCN_FETCHING || t->state == DCN_WAITING) {
+        if (t->state == DCN_FETCHING || t->state == DCN_WAITING || t->state == DCN_RETURNING) {
             load.queued_requests++;
         } else if (t->state == DCN_RUNNING) {
             load.queued_tokens += t->live; /* sequences running */

@@ -18,6 +18,7 @@ usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
   --dir RUNDIR      logs, secret, cluster.json [build/run]
   --bin DIR         programs [build/bin]
   --precision P     fast, mixed or exact [mixed]
+  --kv-codec C      how KV is stored: f16, f8_e4m3, i8 or f4_e2m1 [f16]
   --threads N       compute threads of each node [all CPUs; fewer with more than two nodes]
   --kv-memory SIZE  KV pool of each node, e.g. 512M [the nodes' own default]
   --tier-dir DIR    folder of the stores' cold tiers, one below it for each store [no cold tier]
@@ -41,7 +42,7 @@ routers=1 prefills=1 decodes=1 kvstores=1
 host=127.0.0.1 port=8000 base_port=0
 model=$top/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 dir=$top/build/run bin=$top/build/bin
-precision=mixed threads='' kv_memory='' tier_dir='' tier_bytes=8G timeout=60
+precision=mixed kv_codec='' threads='' kv_memory='' tier_dir='' tier_bytes=8G timeout=60
 declare -A kind_args=([router]='' [prefill]='' [decode]='' [kvstore]='')
 declare -A args_of=()
 router_flags=()
@@ -87,6 +88,7 @@ parse_options() {
         --dir) dir=$2 ;;
         --bin) bin=$2 ;;
         --precision) precision=$2 ;;
+        --kv-codec) kv_codec=$2 ;;
         --kv-memory) kv_memory=$2 ;;
         --tier-dir) tier_dir=$(realpath -m -- "$2") ;;
         --tier-bytes) tier_bytes=$2 ;;
@@ -360,7 +362,7 @@ TEXT
 
 up() {
     local i store_role='both'
-    local -a node_flags=()
+    local -a node_flags=() cluster_flags=()
     check_setup
     (umask 077 && mkdir -p "$dir")
     chmod 0700 "$dir"
@@ -378,7 +380,10 @@ up() {
     trap 'exit 1' INT TERM HUP
 
     say "starting 1 router, $prefills prefill, $decodes decode, $kvstores kvstore"
-    start_process router router "$host:$port" --model "$model" \
+    cluster_flags=(--model "$model")
+    # Only if given: else the environment (TANDEM_KV_CODEC) or the programs' default decides.
+    [[ -z $kv_codec ]] || cluster_flags+=(--kv-codec "$kv_codec")
+    start_process router router "$host:$port" "${cluster_flags[@]}" \
         ${router_flags[@]+"${router_flags[@]}"}
     wait_ready 0
     node_flags=(--router "$router_bus")
@@ -391,7 +396,7 @@ up() {
             --role "$store_role" ${tier_flags[@]+"${tier_flags[@]}"}
         store_role=segment
     done
-    node_flags+=(--model "$model" --precision "$precision" --threads "$threads")
+    node_flags+=("${cluster_flags[@]}" --precision "$precision" --threads "$threads")
     [[ -z $kv_memory ]] || node_flags+=(--kv-memory "$kv_memory")
     for ((i = 1; i <= prefills; i++)); do
         take_port

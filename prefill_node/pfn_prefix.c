@@ -38,15 +38,15 @@ static bool fetching_pays(const pfn_node_t *p, uint32_t blocks)
 
 /* A fetch that takes longer than computing would have taken is given up: the store at its worst
  * makes the first token twice as late, once. */
-static uint64_t fetch_deadline(const pfn_node_t *p, const td_node_fetch_t *job)
+static uint64_t fetch_deadline(const pfn_node_t *p, uint32_t blocks)
 {
-    double compute_ns = time_for(&p->compute_rate, job->fetch.piece_count);
+    double compute_ns = time_for(&p->compute_rate, blocks);
     uint64_t limit_ns = TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
 
     if (compute_ns > 0 && compute_ns < (double)limit_ns) {
         limit_ns = TD_MAX((uint64_t)compute_ns, PFN_FETCH_MS_MIN * TD_NS_PER_MS);
     }
-    return job->started_ns + limit_ns;
+    return td_now_ns() + limit_ns;
 }
 
 /* --- own cache, store, computing ----------------------------------------------------------------
@@ -136,47 +136,6 @@ void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
     }
 }
 
-/* One fetch for each run of blocks on the same segment. Returns blocks under way. */
-static uint32_t fetch_runs(pfn_node_t *p, pfn_request_t *r, const td_msg_lookup_result_t *found)
-{
-    size_t block_bytes = td_pool_block_bytes(p->node.pool);
-    uint32_t at = 0;
-
-    while (at < found->count) {
-        const char *segment = found->segment_ids[found->segment_of[at]];
-        const td_member_peer_t *peer = td_member_find(p->node.member, segment);
-        uint32_t end = at;
-        td_node_fetch_t *job = NULL;
-        while (end < found->count && found->segment_of[end] == found->segment_of[at]) {
-            end++;
-        }
-        job = peer == NULL ? NULL : td_node_fetch_new(&p->node, peer->incarnation, end - at);
-        if (job == NULL) {
-            break;
-        }
-        job->ticket = r->ticket;
-        job->attempt = r->attempt;
-        job->first = r->local_blocks + at;
-        job->fetch.deadline_ns = fetch_deadline(p, job);
-        for (uint32_t i = at; i < end; i++) {
-            uint32_t idx = td_seq_grow_raw(&r->seq);
-            r->hashes[r->local_blocks + i] = found->checksums[i];
-            job->pieces[i - at] = (td_fetch_piece_t){.epoch = found->epochs[i],
-                                                     .block = found->blocks[i],
-                                                     .bytes = (uint32_t)block_bytes,
-                                                     .dest = td_pool_bytes(p->node.pool, idx)};
-        }
-        if (td_node_fetch_submit(job) != TD_OK) {
-            td_seq_truncate(&r->seq,
-                            (r->local_blocks + at) * td_node_layout(&p->node)->block_tokens);
-            break;
-        }
-        r->fetches++;
-        at = end;
-    }
-    return at;
-}
-
 static void lookup_done(void *ctx, uint64_t tag, td_status_t status,
                         const td_msg_lookup_result_t *found)
 {
@@ -198,7 +157,9 @@ static void lookup_done(void *ctx, uint64_t tag, td_status_t status,
         td_metric_add(p->fetches_skipped, 1);
         found = NULL;
     }
-    if (found != NULL && fetch_runs(p, r, found) > 0) {
+    if (found != NULL && td_node_fetch_found(&p->node, &r->seq, r->ticket, r->attempt,
+                                             fetch_deadline(p, found->count), found,
+                                             r->hashes + r->local_blocks, &r->fetches) > 0) {
         r->state = PFN_WAIT_FETCH;
         TD_FAULT_POINT("prefill_fetch");
         return;

@@ -6,6 +6,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
+#include "common/kv/td_kv_codec.h"
 #include "common/kv/td_kv_layout.h"
 #include "common/wire/td_member.h"
 #include "common/wire/td_proc.h"
@@ -39,6 +40,8 @@ static const td_option_t options[] = {
     {"model", TD_OPTION_TEXT, NULL, "GGUF file of the served model"},
     {"served-model-name", TD_OPTION_TEXT, NULL, "its name in the API [the file's, without .gguf]"},
     {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block", 16, 1024},
+    {"kv-codec", TD_OPTION_CHOICE, TD_KV_CODEC_DEFAULT, "how KV is stored, as the nodes have it", 0,
+     0, TD_KV_CODEC_NAMES},
     {"context-max", TD_OPTION_COUNT, "0", "tokens of prompt and answer [the model's]", 0,
      TD_MSG_PROMPT_TOKENS_MAX},
     {"allow-placement", TD_OPTION_BOOL, "false",
@@ -58,14 +61,17 @@ static td_status_t start_model(app_t *app)
 {
     const td_config_t *config = app->proc.config;
     const char *path = td_config_text(config, "model");
+    td_kv_codec_t codec = TD_KV_F16;
 
     if (path == NULL) {
         TD_LOG_ERROR("model not given", "expected=\"--model FILE.gguf\"");
         return TD_ERR_INVALID;
     }
+    TD_TRY(td_kv_codec_parse(td_config_text(config, "kv-codec"), &codec));
     TD_TRY(rtr_model_file_load(path, td_config_text(config, "served-model-name"),
                                (uint32_t)td_config_u64(config, "context-max"),
-                               (uint32_t)td_config_u64(config, "block-tokens"), &app->model));
+                               (uint32_t)td_config_u64(config, "block-tokens"), codec,
+                               &app->model));
     app->model.model.allow_placement = td_config_bool(config, "allow-placement");
     return TD_OK;
 }
@@ -81,6 +87,7 @@ static td_status_t start(app_t *app)
         .secret = app->proc.secret,
         .fingerprint = app->model.fingerprint,
         .block_tokens = (uint32_t)td_config_u64(config, "block-tokens"),
+        .kv_codec = td_config_text(config, "kv-codec"),
         .queue_max = (uint32_t)td_config_u64(config, "queue-max"),
         .queue_ms = (uint32_t)td_config_u64(config, "queue-ms"),
         .request_timeout_ms = (uint32_t)td_config_u64(config, "request-timeout-ms"),

@@ -33,6 +33,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
                                       .secret = config->secret,
                                       .fingerprint = config->fingerprint,
                                       .block_tokens = config->block_tokens,
+                                      .kv_codec = config->kv_codec,
                                       .block_bytes = config->block_bytes,
                                       .ctx = loop,
                                       .node_down = on_node_down};
@@ -42,6 +43,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
                                     .secret = config->secret,
                                     .fingerprint = config->fingerprint,
                                     .block_tokens = config->block_tokens,
+                                    .kv_codec = config->kv_codec,
                                     .queue_max = config->queue_max,
                                     .queue_ms = config->queue_ms,
                                     .request_timeout_ms = config->request_timeout_ms};

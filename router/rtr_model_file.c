@@ -20,9 +20,10 @@ static void name_of(const char *path, char *out, size_t out_len)
     }
 }
 
-static td_status_t read_shape(const td_gguf_t *gguf, uint32_t block_tokens, rtr_model_file_t *out)
+static td_status_t read_shape(const td_gguf_t *gguf, uint32_t block_tokens, td_kv_codec_t codec,
+                              rtr_model_file_t *out)
 {
-    td_kv_layout_t kv = {.block_tokens = block_tokens};
+    td_kv_layout_t kv = {.block_tokens = block_tokens, .codec = codec};
     uint32_t embed = 0;
     uint32_t heads = 0;
     uint32_t context = 0;
@@ -55,12 +56,12 @@ static td_status_t read_shape(const td_gguf_t *gguf, uint32_t block_tokens, rtr_
 }
 
 static td_status_t read_file(const td_gguf_t *gguf, uint32_t context_max, uint32_t block_tokens,
-                             rtr_model_file_t *out)
+                             td_kv_codec_t codec, rtr_model_file_t *out)
 {
     rtr_model_t *model = &out->model;
     td_status_t status = TD_OK;
 
-    TD_TRY(read_shape(gguf, block_tokens, out));
+    TD_TRY(read_shape(gguf, block_tokens, codec, out));
     if (context_max > model->context_max) {
         TD_LOG_ERROR("context-max above the model's", "got=%u limit=%u", context_max,
                      model->context_max);
@@ -82,14 +83,14 @@ static td_status_t read_file(const td_gguf_t *gguf, uint32_t context_max, uint32
 }
 
 td_status_t rtr_model_file_load(const char *path, const char *served_name, uint32_t context_max,
-                                uint32_t block_tokens, rtr_model_file_t *out)
+                                uint32_t block_tokens, td_kv_codec_t codec, rtr_model_file_t *out)
 {
     td_gguf_t *gguf = NULL;
     td_status_t status = TD_OK;
 
     *out = (rtr_model_file_t){0};
     TD_TRY(td_gguf_open(path, &gguf));
-    status = read_file(gguf, context_max, block_tokens, out);
+    status = read_file(gguf, context_max, block_tokens, codec, out);
     td_gguf_close(gguf);
     TD_TRY(status);
     if (served_name != NULL) {

@@ -2,6 +2,7 @@
  * and the size of a KV block. No weights are read into memory. Threads: init. */
 #pragma once
 
+#include "common/kv/td_kv_codec.h"
 #include "router/rtr_api.h"
 
 typedef struct rtr_model_file {
@@ -18,5 +19,5 @@ typedef struct rtr_model_file {
  * Owner:  the caller ends *out with rtr_model_file_fini(), also after a failure. */
 TD_MUST_CHECK td_status_t rtr_model_file_load(const char *path, const char *served_name,
                                               uint32_t context_max, uint32_t block_tokens,
-                                              rtr_model_file_t *out);
+                                              td_kv_codec_t codec, rtr_model_file_t *out);
 void rtr_model_file_fini(rtr_model_file_t *file);

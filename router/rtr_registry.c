@@ -216,7 +216,7 @@ static td_status_t check_model(const rtr_registry_t *reg, const td_msg_register_
     td_block_root_fields_t fields = {.fingerprint = reg->config.fingerprint,
                                      .numerics_class = r->numerics_class,
                                      .layout_version = TD_KV_LAYOUT_VERSION,
-                                     .codec = TD_KV_CODEC_F16,
+                                     .codec = reg->config.kv_codec,
                                      .block_tokens = reg->config.block_tokens,
                                      .adapter = "",
                                      .salt = ""};
@@ -232,6 +232,11 @@ static td_status_t check_model(const rtr_registry_t *reg, const td_msg_register_
                        "wrong precision or backend: numerics class is \"%s\", the cluster's is "
                        "\"%s\"",
                        r->numerics_class, reg->numerics);
+        return refuse(r, why, why_len, text);
+    }
+    if (strcmp(r->kv_codec, reg->config.kv_codec) != 0) {
+        (void)snprintf(text, sizeof(text), "wrong KV codec: it is \"%s\", the cluster's is \"%s\"",
+                       r->kv_codec, reg->config.kv_codec);
         return refuse(r, why, why_len, text);
     }
     td_block_root_make(reg->config.secret, &fields, &root);

@@ -46,6 +46,7 @@ typedef struct rtr_registry_config {
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
     const uint8_t *fingerprint; /* [32] of the router's own model file */
     uint32_t block_tokens;
+    const char *kv_codec; /* borrowed; td_kv_codec_name() */
     uint32_t block_bytes;
     void *ctx;
     /* A life has ended: its tickets must leave the slot, which is dead or a new life's by now. */

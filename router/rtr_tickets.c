@@ -345,7 +345,7 @@ static void ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
     td_block_root_fields_t fields = {.fingerprint = ts->config.fingerprint,
                                      .numerics_class = rtr_registry_numerics(ts->config.registry),
                                      .layout_version = TD_KV_LAYOUT_VERSION,
-                                     .codec = TD_KV_CODEC_F16,
+                                     .codec = ts->config.kv_codec,
                                      .block_tokens = ts->config.block_tokens,
                                      .adapter = "",
                                      .salt =

@@ -27,6 +27,7 @@ typedef struct rtr_tickets_config {
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
     const uint8_t *fingerprint; /* [32] */
     uint32_t block_tokens;
+    const char *kv_codec; /* borrowed; td_kv_codec_name() */
     uint32_t queue_max;
     uint32_t queue_ms;
     uint32_t request_timeout_ms;

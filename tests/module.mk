@@ -13,9 +13,9 @@ ifneq ($(BENCH_SRC),)
 PROGRAMS += tandem-bench
 # The load generator's client; no other program needs it.
 CURL_LIBS = $(shell pkg-config --libs libcurl)
-$(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/libtandem.a
+$(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CURL_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) $(CURL_LIBS) -o $@
 endif
 
 # libFuzzer over every decoder of outside bytes: make fuzz FUZZ_SECONDS=60. Needs clang with its runtime;

@@ -15,7 +15,6 @@
 #define TD_CLUSTER_SECRET_BYTES 32
 #define TD_CACHE_SALT_BYTES_MAX 256u
 #define TD_KV_LAYOUT_VERSION 1u
-#define TD_KV_CODEC_F16 "f16"
 
 typedef struct td_block_key {
     uint8_t bytes[TD_BLOCK_KEY_BYTES];
@@ -30,7 +29,7 @@ typedef struct td_block_root_fields {
     const uint8_t *fingerprint; /* [32], of the model file */
     const char *numerics_class;
     uint32_t layout_version;
-    const char *codec; /* "f16" */
+    const char *codec; /* td_kv_codec_name() */
     uint32_t block_tokens;
     const char *adapter; /* "" = none */
     const char *salt;    /* tenant salt, "" = none */

@@ -137,8 +137,12 @@ static void place_head(td_model_t *m, size_t row, uint32_t layer, uint32_t kv_he
         m->ops->rotate(q + (size_t)h * kv->head_dim, table, m->rope_dim);
     }
     m->ops->rotate(k, table, m->rope_dim);
-    m->ops->to_f16(k, block + td_kv_offset(kv, layer, false, kv_head, token), kv->head_dim);
-    m->ops->to_f16(v, block + td_kv_offset(kv, layer, true, kv_head, token), kv->head_dim);
+    m->ops->kv_encode(kv->codec, k, kv->head_dim,
+                      block + td_kv_offset(kv, layer, false, kv_head, token),
+                      block + td_kv_scale_offset(kv, layer, false, kv_head, token));
+    m->ops->kv_encode(kv->codec, v, kv->head_dim,
+                      block + td_kv_offset(kv, layer, true, kv_head, token),
+                      block + td_kv_scale_offset(kv, layer, true, kv_head, token));
 }
 
 /* A segment's rows see each other's keys only through its blocks, so where no other segment shares

@@ -38,6 +38,7 @@ typedef struct td_model_options {
     uint32_t logit_rows_max; /* rows that may want logits in one pass, <= rows_max */
     uint32_t context_max;    /* 0 = the model's own context length */
     uint32_t block_tokens;   /* tokens of a KV block */
+    td_kv_codec_t kv_codec;
 } td_model_options_t;
 
 typedef struct td_model_info {
@@ -81,7 +82,7 @@ TD_MUST_CHECK td_status_t td_isa_parse(const char *text, td_isa_t *out);
 typedef void (*td_model_layers_fn)(void *ctx, uint32_t layer_begin, uint32_t layer_end);
 
 /** Runs one pass: reads earlier positions' KV through the block tables, writes each row's own.
- * Shape:  pool_bytes [block][layer][k,v][kv_head][token][head_dim] f16, blocks td_kv_block_bytes()
+ * Shape:  pool_bytes [block], as td_kv_layout.h has it, blocks td_kv_block_bytes()
  *         apart. logits_out [rows that want logits, in row order][vocab_size] f32, lent by the
  * model until the next pass. Units:  layers_step in layers: on_layers is called about every so
  * many; 0 = once, at the end. Errors: TD_ERR_INVALID (a token, position or count out of range;

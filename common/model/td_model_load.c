@@ -182,9 +182,11 @@ static td_status_t read_hyper_parameters(td_model_t *m, const td_gguf_t *gguf)
         info->context_max = m->options.context_max;
     }
     kv->block_tokens = m->options.block_tokens;
+    kv->codec = m->options.kv_codec;
     if (td_kv_layout_check(kv) != TD_OK) {
-        TD_LOG_ERROR("kv layout out of range", "layers=%u kv_heads=%u head_dim=%u block_tokens=%u",
-                     kv->layers, kv->kv_heads, kv->head_dim, kv->block_tokens);
+        TD_LOG_ERROR("kv layout out of range",
+                     "layers=%u kv_heads=%u head_dim=%u block_tokens=%u codec=%d", kv->layers,
+                     kv->kv_heads, kv->head_dim, kv->block_tokens, (int)kv->codec);
         return TD_ERR_INVALID;
     }
     m->q_dim = info->heads * kv->head_dim;
@@ -247,8 +249,7 @@ static td_status_t load_vector(const td_gguf_t *gguf, const char *name, uint32_t
             memcpy(values + i, t->bytes + 4 * i, sizeof(*values));
         } else {
             uint16_t bits = td_cpu_load_u16(t->bytes + 2 * i);
-            values[i] =
-                t->type == TD_GGUF_F16 ? td_cpu_f32_from_f16(bits) : td_cpu_f32_from_bf16(bits);
+            values[i] = t->type == TD_GGUF_F16 ? td_f32_from_f16(bits) : td_cpu_f32_from_bf16(bits);
         }
     }
     *out = values;

@@ -28,6 +28,7 @@ static td_status_t open_model(td_node_t *n, const td_node_setup_t *setup)
         options.threads = cpus > 0 ? (uint32_t)TD_MIN(cpus, (long)TD_NODE_THREADS_MAX) : 1;
     }
     TD_TRY(td_precision_parse(td_config_text(c, "precision"), &options.precision));
+    TD_TRY(td_kv_codec_parse(td_config_text(c, "kv-codec"), &options.kv_codec));
     TD_TRY(td_gguf_open(path, &n->gguf));
     TD_TRY(td_tokenizer_create(n->gguf, &n->tokenizer));
     TD_TRY(td_model_load(n->gguf, &options, &n->model));
@@ -52,12 +53,13 @@ static td_status_t open_pool(td_node_t *n, const td_node_setup_t *setup)
                                    .metrics = n->proc.metrics,
                                    .name_prefix = setup->metric_prefix};
 
-    TD_LOG_INFO("kv size",
-                "bytes_per_token=%zu block_tokens=%u block_bytes=%zu blocks=%llu tokens=%llu "
-                "context_max=%u requests_of_full_context=%llu",
-                td_kv_token_bytes(layout), layout->block_tokens, block_bytes,
-                (unsigned long long)blocks, (unsigned long long)blocks * layout->block_tokens,
-                n->info->context_max, (unsigned long long)(blocks / context_blocks));
+    TD_LOG_INFO(
+        "kv size",
+        "codec=%s bytes_per_token=%zu block_tokens=%u block_bytes=%zu blocks=%llu tokens=%llu "
+        "context_max=%u requests_of_full_context=%llu",
+        td_kv_codec_name(layout->codec), td_kv_token_bytes(layout), layout->block_tokens,
+        block_bytes, (unsigned long long)blocks, (unsigned long long)blocks * layout->block_tokens,
+        n->info->context_max, (unsigned long long)(blocks / context_blocks));
     if (blocks < context_blocks) {
         TD_LOG_WARN("kv memory holds no request of full context", "blocks=%llu needed=%u",
                     (unsigned long long)blocks, context_blocks);
@@ -153,6 +155,7 @@ static td_status_t open_membership(td_node_t *n)
                                  .fenced = on_fenced};
     td_msg_register_t self = {.http = td_statusd_address(n->proc.statusd),
                               .numerics_class = n->info->numerics_class,
+                              .kv_codec = td_kv_codec_name(n->info->kv.codec),
                               .context_max = n->info->context_max,
                               .version = TD_VERSION};
     td_msg_region_t *region = &self.self.region;
@@ -224,7 +227,7 @@ void td_node_root(const td_node_t *n, const void *salt, size_t salt_len, td_bloc
     td_block_root_fields_t fields = {.fingerprint = n->info->fingerprint,
                                      .numerics_class = n->info->numerics_class,
                                      .layout_version = TD_KV_LAYOUT_VERSION,
-                                     .codec = TD_KV_CODEC_F16,
+                                     .codec = td_kv_codec_name(n->info->kv.codec),
                                      .block_tokens = n->info->kv.block_tokens,
                                      .adapter = "",
                                      .salt = salt_len == 0 ? "" : salt,
@@ -306,6 +309,49 @@ td_status_t td_node_fetch_submit(td_node_fetch_t *job)
     }
     job->node->fetches++;
     return TD_OK;
+}
+
+uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint32_t attempt,
+                             uint64_t deadline_ns, const td_msg_lookup_result_t *found,
+                             uint64_t *sums_out, uint32_t *jobs_out)
+{
+    const uint32_t first = seq->block_count;
+    uint32_t at = 0;
+
+    *jobs_out = 0;
+    while (at < found->count) {
+        const char *segment = found->segment_ids[found->segment_of[at]];
+        const td_member_peer_t *peer = td_member_find(n->member, segment);
+        uint32_t end = at;
+        td_node_fetch_t *job = NULL;
+        while (end < found->count && found->segment_of[end] == found->segment_of[at]) {
+            end++;
+        }
+        job = peer == NULL ? NULL : td_node_fetch_new(n, peer->incarnation, end - at);
+        if (job == NULL) {
+            break;
+        }
+        job->ticket = ticket;
+        job->attempt = attempt;
+        job->first = first + at;
+        job->fetch.deadline_ns = deadline_ns;
+        for (uint32_t i = at; i < end; i++) {
+            uint32_t idx = td_seq_grow_raw(seq);
+            sums_out[i] = found->checksums[i];
+            job->pieces[i - at] =
+                (td_fetch_piece_t){.epoch = found->epochs[i],
+                                   .block = found->blocks[i],
+                                   .bytes = (uint32_t)td_pool_block_bytes(n->pool),
+                                   .dest = td_pool_bytes(n->pool, idx)};
+        }
+        if (td_node_fetch_submit(job) != TD_OK) {
+            td_seq_truncate(seq, (first + at) * td_node_layout(n)->block_tokens);
+            break;
+        }
+        ++*jobs_out;
+        at = end;
+    }
+    return at;
 }
 
 td_node_fetch_t *td_node_fetch_next(td_node_t *n)

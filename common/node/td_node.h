@@ -31,6 +31,13 @@
          0,           "fast|mixed|exact"},                                                           \
         {"threads", TD_OPTION_COUNT, "0", "compute threads, 0 = all CPUs", 0, TD_NODE_THREADS_MAX},  \
         {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block, a multiple of 16", 16, 1024}, \
+        {"kv-codec",                                                                                 \
+         TD_OPTION_CHOICE,                                                                           \
+         TD_KV_CODEC_DEFAULT,                                                                        \
+         "how KV is stored, one for the whole cluster",                                              \
+         0,                                                                                          \
+         0,                                                                                          \
+         TD_KV_CODEC_NAMES},                                                                         \
     {                                                                                                \
         "context-max", TD_OPTION_COUNT, "0", "tokens of a request, 0 = the model's", 0, 1 << 20      \
     }
@@ -107,6 +114,13 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *node, uint64_t peer_incarnation,
                                    uint32_t piece_count);
 /** Submits it; it comes back over node->fetched. Errors: TD_ERR_BUSY: the job has been freed. */
 TD_MUST_CHECK td_status_t td_node_fetch_submit(td_node_fetch_t *job);
+/** Fetches blocks that a store has found, one job for each run on the same segment, into blocks by
+ * which seq grows (of its reservation). job->first is the logical index of a job's first block.
+ * Shape:  sums_out [found->count]: the announced checksums.
+ * Answers how many blocks, from the first, are on their way; *jobs_out counts the jobs. */
+uint32_t td_node_fetch_found(td_node_t *node, td_seq_t *seq, uint64_t ticket, uint32_t attempt,
+                             uint64_t deadline_ns, const td_msg_lookup_result_t *found,
+                             uint64_t *sums_out, uint32_t *jobs_out);
 /** Takes the next completed job; the caller frees it with td_node_fetch_free(), or sends it on with
  * td_node_fetch_verify(). NULL: none. */
 td_node_fetch_t *td_node_fetch_next(td_node_t *node);

@@ -1007,6 +1007,7 @@ static void drive_jobs(td_transfer_t *t)
 static void run_command(td_transfer_t *t, command_t *c)
 {
     td_fetch_t **link = NULL;
+    uint32_t of_peer = 0;
 
     switch (c->kind) {
     case CMD_PEER_ADD:
@@ -1016,14 +1017,15 @@ static void run_command(td_transfer_t *t, command_t *c)
         peer_remove(t, c->id);
         break;
     case CMD_FETCH:
-        if (t->fetch_count >= TD_TRANSFER_OPS_MAX) {
+        link = &t->fetches;
+        while (*link != NULL) {
+            of_peer += (*link)->peer == c->fetch->peer;
+            link = &(*link)->next; /* oldest first */
+        }
+        if (t->fetch_count >= TD_TRANSFER_OPS_MAX || of_peer >= TD_TRANSFER_PEER_OPS_MAX) {
             c->fetch->status = TD_ERR_BUSY;
             c->fetch->complete(c->fetch);
             break;
-        }
-        link = &t->fetches;
-        while (*link != NULL) {
-            link = &(*link)->next; /* oldest first */
         }
         *link = c->fetch;
         t->fetch_count++;

@@ -20,7 +20,9 @@
 #include "common/kv/td_pool.h"
 
 #define TD_TRANSFER_PEERS_MAX 1024u
-#define TD_TRANSFER_OPS_MAX 4096u     /* fetches under way */
+#define TD_TRANSFER_OPS_MAX 4096u /* fetches under way */
+#define TD_TRANSFER_PEER_OPS_MAX                                                                   \
+    1024u /* of them from one peer: a silent one leaves the others room */
 #define TD_TRANSFER_PIECES_MAX 65536u /* pieces of one fetch */
 #define TD_TRANSFER_DEADLINE_MS 2000u
 #define TD_TRANSFER_GATHER_BYTES (512u * 1024u) /* one reply message; at least one piece */

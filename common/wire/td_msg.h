@@ -92,6 +92,7 @@ typedef struct td_msg_register {
     const char *http;
     td_bytes_t fingerprint; /* 32 bytes, or empty for a store */
     const char *numerics_class;
+    const char *kv_codec; /* "" for a store */
     td_bytes_t probe_key;
     uint32_t context_max;
     const char *version;

@@ -136,6 +136,7 @@ static td_status_t encode_register(const td_msg_t *msg, PB(Envelope) * env, td_s
     pb.http = pb_text(m->http);
     pb.fingerprint = pb_bytes(m->fingerprint);
     pb.numerics_class = pb_text(m->numerics_class);
+    pb.kv_codec = pb_text(m->kv_codec);
     pb.probe_key = pb_bytes(m->probe_key);
     pb.context_max = m->context_max;
     pb.version = pb_text(m->version);
@@ -659,11 +660,13 @@ static td_status_t read_register(const PB(Register) * pb, td_msg_register_t *m)
 {
     TD_TRY(read_peer(pb->self, &m->self));
     MUST(pb->fingerprint.len == 0 || pb->fingerprint.len == 32, "fingerprint is not 32 bytes");
-    MUST(strlen(pb->numerics_class) < 64 && strlen(pb->http) < 256 && strlen(pb->version) < 64,
+    MUST(strlen(pb->numerics_class) < 64 && strlen(pb->kv_codec) < 64 && strlen(pb->http) < 256 &&
+             strlen(pb->version) < 64,
          "register text too long");
     m->http = pb->http;
     m->fingerprint = from_bytes(&pb->fingerprint);
     m->numerics_class = pb->numerics_class;
+    m->kv_codec = pb->kv_codec;
     m->probe_key = from_bytes(&pb->probe_key);
     m->context_max = pb->context_max;
     m->version = pb->version;

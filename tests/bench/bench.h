@@ -18,6 +18,7 @@ int bench_model(int argc, char **argv);
 int bench_handoff(int argc, char **argv);
 int bench_kv(int argc, char **argv);
 int bench_serve(int argc, char **argv);
+int bench_store(int argc, char **argv);
 int bench_transfer(int argc, char **argv);
 
 /** Says "tandem-bench: ..." on standard error. Answers BENCH_EXIT_USAGE. */
@@ -29,6 +30,8 @@ bool bench_parse_u32(const char *option, const char *text, uint32_t min, uint32_
 /** One of BENCH_ISA_NAMES; false after saying what is wrong. */
 bool bench_parse_isa(const char *text, td_isa_t *out);
 bool bench_parse_precision(const char *text, td_precision_t *out);
+#define BENCH_CODEC_NAMES "f16, f8_e4m3, i8 or f4_e2m1"
+bool bench_parse_codec(const char *text, td_kv_codec_t *out);
 /** Prints a flat object of numbers to standard output, as one line of JSON or as a table. */
 void bench_print_figures(json_t *figures, bool as_json);
 

@@ -1,5 +1,4 @@
 /* tandem-bench eval - likelihood, argmax, best tokens and greedy continuation of token lists. */
-#include <getopt.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdio.h>
@@ -10,6 +9,7 @@
 #include "common/base/td_clock.h"
 #include "common/model/td_sampler.h"
 #include "tests/bench/bench.h"
+#include "tests/bench/bench_options.h"
 
 #define EVAL_TOPK_MAX 1000u
 
@@ -19,6 +19,7 @@ typedef struct eval_options {
     uint32_t chunk;
     td_precision_t precision;
     td_isa_t isa;
+    td_kv_codec_t kv_codec;
 } eval_options_t;
 
 typedef struct eval_job {
@@ -57,6 +58,7 @@ static void print_help(void)
                "  --threads N       default 2\n"
                "  --precision P     fast, mixed (default) or exact\n"
                "  --chunk N         rows of a pass, default 128\n"
+               "  --kv-codec C      " BENCH_CODEC_NAMES "; default f16\n"
                "  --isa I           " BENCH_ISA_NAMES "; default auto; never changes a result\n"
                "  --help            this text");
 }
@@ -300,48 +302,20 @@ static int eval_stream(eval_t *e)
 
 static int parse_options(int argc, char **argv, eval_options_t *o)
 {
-    static const struct option longs[] = {{"model", required_argument, NULL, 'm'},
-                                          {"threads", required_argument, NULL, 't'},
-                                          {"precision", required_argument, NULL, 'p'},
-                                          {"chunk", required_argument, NULL, 'c'},
-                                          {"isa", required_argument, NULL, 'i'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
-    int opt = 0;
+    const bench_option_t options[] = {
+        BENCH_MODEL_OPTION(&o->model),
+        BENCH_THREADS_OPTION(&o->threads),
+        {.name = "precision", .kind = BENCH_PRECISION, .out = &o->precision},
+        {.name = "isa", .kind = BENCH_ISA, .out = &o->isa},
+        {.name = "kv-codec", .kind = BENCH_CODEC, .out = &o->kv_codec},
+        {.name = "chunk",
+         .kind = BENCH_NUMBER,
+         .out = &o->chunk,
+         .min = 1,
+         .max = TD_MODEL_ROWS_MAX},
+    };
 
-    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'm':
-            o->model = optarg;
-            break;
-        case 't':
-            ok = bench_parse_u32("--threads", optarg, 1, 256, &o->threads);
-            break;
-        case 'p':
-            ok = bench_parse_precision(optarg, &o->precision);
-            break;
-        case 'c':
-            ok = bench_parse_u32("--chunk", optarg, 1, TD_MODEL_ROWS_MAX, &o->chunk);
-            break;
-        case 'i':
-            ok = bench_parse_isa(optarg, &o->isa);
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    if (optind != argc || o->model == NULL) {
-        return bench_usage_error("eval needs --model FILE and nothing but options (see --help)");
-    }
-    return BENCH_EXIT_OK;
+    return bench_parse_options(argc, argv, "eval", print_help, options, TD_ARRAY_LEN(options));
 }
 
 int bench_eval(int argc, char **argv)
@@ -359,7 +333,8 @@ int bench_eval(int argc, char **argv)
                                    .threads = e.options.threads,
                                    .rows_max = e.options.chunk,
                                    .logit_rows_max = e.options.chunk,
-                                   .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT};
+                                   .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT,
+                                   .kv_codec = e.options.kv_codec};
     rc = bench_model_open(e.options.model, &options, 1, 0, &e.run);
     if (rc != BENCH_EXIT_OK) {
         return rc;

@@ -3,7 +3,6 @@
  * One process: a forward pass over the prompt in the same chunks, and the best token picked. Split:
  * a real cluster for each carrier, asked over HTTP. Both take turns in one run, so that noise hits
  * both. Then what a cached prefix saves, and a turn of a conversation. */
-#include <getopt.h>
 #include <jansson.h>
 #include <libgen.h>
 #include <limits.h>
@@ -16,6 +15,7 @@
 #include "common/base/td_clock.h"
 #include "tests/bench/bench.h"
 #include "tests/bench/bench_cluster.h"
+#include "tests/bench/bench_options.h"
 #include "tests/bench/bench_samples.h"
 #include "tests/bench/bench_stream.h"
 #include "tests/bench/bench_words.h"
@@ -380,8 +380,10 @@ static bool measure_turns(handoff_t *h)
 
 /* --- options ---------------------------------------------------------------------------------- */
 
-static bool parse_carriers(const char *text, handoff_options_t *o)
+static bool parse_carriers(char *text, void *out)
 {
+    handoff_options_t *o = out;
+
     o->use_shm = strcmp(text, "shm") == 0 || strcmp(text, "shm,tcp") == 0;
     o->use_tcp = strcmp(text, "tcp") == 0 || strcmp(text, "shm,tcp") == 0;
     if (!o->use_shm && !o->use_tcp) {
@@ -391,74 +393,47 @@ static bool parse_carriers(const char *text, handoff_options_t *o)
     return true;
 }
 
+static bool parse_precision(char *text, void *out)
+{
+    handoff_options_t *o = out;
+    o->precision_name = text;
+    return bench_parse_precision(text, &o->precision);
+}
+
+static bool parse_bin(char *text, void *out)
+{
+    handoff_options_t *o = out;
+    (void)snprintf(o->bin, sizeof(o->bin), "%s", text);
+    return true;
+}
+
 static int parse_options(int argc, char **argv, handoff_options_t *o)
 {
-    static const struct option longs[] = {{"model", required_argument, NULL, 'm'},
-                                          {"tokens", required_argument, NULL, 'n'},
-                                          {"cached-tokens", required_argument, NULL, 'C'},
-                                          {"turn-tokens", required_argument, NULL, 'u'},
-                                          {"threads", required_argument, NULL, 't'},
-                                          {"precision", required_argument, NULL, 'p'},
-                                          {"carrier", required_argument, NULL, 'c'},
-                                          {"repeat", required_argument, NULL, 'r'},
-                                          {"local-sh", required_argument, NULL, 'l'},
-                                          {"bin", required_argument, NULL, 'b'},
-                                          {"json", no_argument, NULL, 'j'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
-    int opt = 0;
+    const bench_option_t options[] = {
+        BENCH_MODEL_OPTION(&o->model),
+        BENCH_THREADS_OPTION(&o->threads),
+        {.name = "precision", .kind = BENCH_OWN, .out = o, .parse = parse_precision},
+        {.name = "carrier", .kind = BENCH_OWN, .out = o, .parse = parse_carriers},
+        {.name = "bin", .kind = BENCH_OWN, .out = o, .parse = parse_bin},
+        {.name = "local-sh", .kind = BENCH_TEXT, .out = &o->local_sh},
+        {.name = "tokens", .kind = BENCH_NUMBER, .out = &o->tokens, .min = 1, .max = 1u << 20},
+        {.name = "cached-tokens",
+         .kind = BENCH_NUMBER,
+         .out = &o->cached_tokens,
+         .min = 2 * TD_KV_BLOCK_TOKENS_DEFAULT,
+         .max = 1u << 20},
+        {.name = "turn-tokens",
+         .kind = BENCH_NUMBER,
+         .out = &o->turn_tokens,
+         .min = 1,
+         .max = 1u << 20},
+        BENCH_REPEAT_OPTION(&o->repeat),
+        BENCH_JSON_OPTION(&o->json),
+    };
+    int rc = bench_parse_options(argc, argv, "handoff", print_help, options, TD_ARRAY_LEN(options));
 
-    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'm':
-            o->model = optarg;
-            break;
-        case 'n':
-            ok = bench_parse_u32("--tokens", optarg, 1, 1u << 20, &o->tokens);
-            break;
-        case 'C':
-            ok = bench_parse_u32("--cached-tokens", optarg, 2 * TD_KV_BLOCK_TOKENS_DEFAULT,
-                                 1u << 20, &o->cached_tokens);
-            break;
-        case 'u':
-            ok = bench_parse_u32("--turn-tokens", optarg, 1, 1u << 20, &o->turn_tokens);
-            break;
-        case 't':
-            ok = bench_parse_u32("--threads", optarg, 1, 256, &o->threads);
-            break;
-        case 'p':
-            ok = bench_parse_precision(optarg, &o->precision);
-            o->precision_name = optarg;
-            break;
-        case 'c':
-            ok = parse_carriers(optarg, o);
-            break;
-        case 'r':
-            ok = bench_parse_u32("--repeat", optarg, 1, 1000, &o->repeat);
-            break;
-        case 'l':
-            o->local_sh = optarg;
-            break;
-        case 'b':
-            (void)snprintf(o->bin, sizeof(o->bin), "%s", optarg);
-            break;
-        case 'j':
-            o->json = true;
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    if (optind != argc || o->model == NULL) {
-        return bench_usage_error("handoff needs --model FILE and nothing but options (see --help)");
+    if (rc != BENCH_EXIT_OK) {
+        return rc;
     }
     if (access(o->local_sh, X_OK) != 0) {
         return bench_usage_error("no program at %s: say where deploy/local.sh is with --local-sh",

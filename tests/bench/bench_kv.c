@@ -1,5 +1,4 @@
 /* tandem-bench kv - the prefix cache and the block tables alone: no bytes of KV are touched. */
-#include <getopt.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -8,6 +7,7 @@
 #include "common/kv/td_pool.h"
 #include "common/kv/td_seq.h"
 #include "tests/bench/bench.h"
+#include "tests/bench/bench_options.h"
 
 #define KV_PROMPT_BLOCKS 512u
 #define KV_MATCHES 64u /* prompts matched for one sample */
@@ -60,7 +60,7 @@ static void make_keys(kv_bench_t *b)
     const td_block_root_fields_t fields = {.fingerprint = fingerprint,
                                            .numerics_class = "bench",
                                            .layout_version = TD_KV_LAYOUT_VERSION,
-                                           .codec = TD_KV_CODEC_F16,
+                                           .codec = TD_KV_CODEC_DEFAULT,
                                            .block_tokens = 1,
                                            .adapter = "",
                                            .salt = ""};
@@ -181,38 +181,17 @@ static bool measure(kv_bench_t *b)
 
 static int parse_options(int argc, char **argv, kv_options_t *o)
 {
-    static const struct option longs[] = {{"blocks", required_argument, NULL, 'b'},
-                                          {"repeat", required_argument, NULL, 'r'},
-                                          {"json", no_argument, NULL, 'j'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
-    int opt = 0;
+    const bench_option_t options[] = {
+        {.name = "blocks",
+         .kind = BENCH_NUMBER,
+         .out = &o->blocks,
+         .min = 2 * KV_PROMPT_BLOCKS,
+         .max = TD_POOL_BLOCKS_MAX},
+        BENCH_REPEAT_OPTION(&o->repeat),
+        BENCH_JSON_OPTION(&o->json),
+    };
 
-    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'b':
-            ok = bench_parse_u32("--blocks", optarg, 2 * KV_PROMPT_BLOCKS, TD_POOL_BLOCKS_MAX,
-                                 &o->blocks);
-            break;
-        case 'r':
-            ok = bench_parse_u32("--repeat", optarg, 1, 1000, &o->repeat);
-            break;
-        case 'j':
-            o->json = true;
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    return optind == argc ? BENCH_EXIT_OK : bench_usage_error("kv wants options only (see --help)");
+    return bench_parse_options(argc, argv, "kv", print_help, options, TD_ARRAY_LEN(options));
 }
 
 int bench_kv(int argc, char **argv)

@@ -1,5 +1,4 @@
 /* tandem-bench model - speed of the forward pass: prefill, decode batches, verification. */
-#include <getopt.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <string.h>
@@ -8,6 +7,7 @@
 #include "common/base/td_clock.h"
 #include "common/model/td_model_internal.h"
 #include "tests/bench/bench.h"
+#include "tests/bench/bench_options.h"
 
 #define MODEL_CHUNK 512u
 #define MODEL_PREFILL_MAX 2048u
@@ -23,6 +23,7 @@ typedef struct model_options {
     uint32_t repeat;
     td_precision_t precision;
     td_isa_t isa;
+    td_kv_codec_t kv_codec;
     bool json;
 } model_options_t;
 
@@ -50,6 +51,7 @@ static void print_help(void)
         "  --model FILE      GGUF file (required)\n"
         "  --threads N       default 2\n"
         "  --precision P     fast, mixed (default) or exact\n"
+        "  --kv-codec C      " BENCH_CODEC_NAMES "; default f16\n"
         "  --isa I           " BENCH_ISA_NAMES "; default auto\n"
         "  --repeat N        default 5\n"
         "  --json            one JSON object instead of a table\n"
@@ -338,52 +340,17 @@ static double resident_mb(void)
 
 static int parse_options(int argc, char **argv, model_options_t *o)
 {
-    static const struct option longs[] = {{"model", required_argument, NULL, 'm'},
-                                          {"threads", required_argument, NULL, 't'},
-                                          {"precision", required_argument, NULL, 'p'},
-                                          {"repeat", required_argument, NULL, 'r'},
-                                          {"isa", required_argument, NULL, 'i'},
-                                          {"json", no_argument, NULL, 'j'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
-    int opt = 0;
+    const bench_option_t options[] = {
+        BENCH_MODEL_OPTION(&o->model),
+        BENCH_THREADS_OPTION(&o->threads),
+        {.name = "precision", .kind = BENCH_PRECISION, .out = &o->precision},
+        {.name = "isa", .kind = BENCH_ISA, .out = &o->isa},
+        {.name = "kv-codec", .kind = BENCH_CODEC, .out = &o->kv_codec},
+        BENCH_REPEAT_OPTION(&o->repeat),
+        BENCH_JSON_OPTION(&o->json),
+    };
 
-    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'm':
-            o->model = optarg;
-            break;
-        case 't':
-            ok = bench_parse_u32("--threads", optarg, 1, 256, &o->threads);
-            break;
-        case 'p':
-            ok = bench_parse_precision(optarg, &o->precision);
-            break;
-        case 'r':
-            ok = bench_parse_u32("--repeat", optarg, 1, 1000, &o->repeat);
-            break;
-        case 'i':
-            ok = bench_parse_isa(optarg, &o->isa);
-            break;
-        case 'j':
-            o->json = true;
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    if (optind != argc || o->model == NULL) {
-        return bench_usage_error("model needs --model FILE and nothing but options (see --help)");
-    }
-    return BENCH_EXIT_OK;
+    return bench_parse_options(argc, argv, "model", print_help, options, TD_ARRAY_LEN(options));
 }
 
 int bench_model(int argc, char **argv)
@@ -403,7 +370,8 @@ int bench_model(int argc, char **argv)
                                    .threads = b.options.threads,
                                    .rows_max = MODEL_CHUNK,
                                    .logit_rows_max = MODEL_SEQUENCES,
-                                   .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT};
+                                   .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT,
+                                   .kv_codec = b.options.kv_codec};
     begin_ns = td_now_ns();
     rc = bench_model_open(b.options.model, &options, MODEL_SEQUENCES, MODEL_PREFILL_MAX, &b.run);
     if (rc != BENCH_EXIT_OK) {

@@ -7,7 +7,6 @@
  *
  * With --direct each session holds two conversations, one through each address, and never speaks
  * with both at once; who goes first alternates. Figures are of --url alone. */
-#include <getopt.h>
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
@@ -17,6 +16,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "tests/bench/bench.h"
+#include "tests/bench/bench_options.h"
 #include "tests/bench/bench_samples.h"
 #include "tests/bench/bench_stream.h"
 #include "tests/bench/bench_words.h"
@@ -543,7 +543,7 @@ static json_t *figures_of(serve_t *serve)
 
 /* --- options ---------------------------------------------------------------------------------- */
 
-static bool parse_rate(const char *text, double *out)
+static bool parse_rate(char *text, void *out)
 {
     char *end = NULL;
     double rate = strtod(text, &end);
@@ -553,115 +553,68 @@ static bool parse_rate(const char *text, double *out)
             "--rate wants 0, or requests a second from 0.001 to 1000000, not \"%s\"", text);
         return false;
     }
-    *out = rate;
+    *(double *)out = rate;
     return true;
 }
 
-static bool parse_url(const char *option, const char *text, const char **out)
+static bool parse_url(char *text, void *out)
 {
     if (strncmp(text, "http://", 7) != 0 && strncmp(text, "https://", 8) != 0) {
-        (void)bench_usage_error("%s wants http://HOST:PORT, not \"%s\"", option, text);
+        (void)bench_usage_error("a server is http://HOST:PORT, not \"%s\"", text);
         return false;
     }
-    *out = text;
+    *(const char **)out = text;
     return true;
-}
-
-/* Options that are a number. */
-static const struct {
-    const char *name;
-    size_t at;
-    uint32_t min;
-    uint32_t max;
-} numbers[] = {
-    {"sessions", offsetof(serve_options_t, sessions), 1, SERVE_SESSIONS_MAX},
-    {"turns", offsetof(serve_options_t, turns), 1, 1000000},
-    {"seconds", offsetof(serve_options_t, seconds), 1, 1000000},
-    {"seed", offsetof(serve_options_t, seed), 0, UINT32_MAX},
-    {"system-tokens", offsetof(serve_options_t, system_tokens), 0, SERVE_WORDS_MAX},
-    {"prompt-tokens", offsetof(serve_options_t, prompt_tokens), 1, SERVE_WORDS_MAX},
-    {"new-tokens", offsetof(serve_options_t, new_tokens), 1, SERVE_WORDS_MAX},
-    {"max-tokens", offsetof(serve_options_t, max_tokens), 1, SERVE_WORDS_MAX},
-    {"timeout", offsetof(serve_options_t, timeout_s), 1, 1000000},
-};
-
-static bool parse_number(const char *name, const char *text, serve_options_t *o)
-{
-    char option[32];
-
-    (void)snprintf(option, sizeof(option), "--%s", name);
-    for (size_t i = 0; i < TD_ARRAY_LEN(numbers); i++) {
-        if (strcmp(numbers[i].name, name) == 0) {
-            uint32_t *field = (uint32_t *)(void *)((char *)o + numbers[i].at);
-            return bench_parse_u32(option, text, numbers[i].min, numbers[i].max, field);
-        }
-    }
-    return false;
 }
 
 static int parse_options(int argc, char **argv, serve_options_t *o)
 {
-    static const struct option longs[] = {{"sessions", required_argument, NULL, 'n'},
-                                          {"turns", required_argument, NULL, 'n'},
-                                          {"seconds", required_argument, NULL, 'n'},
-                                          {"seed", required_argument, NULL, 'n'},
-                                          {"system-tokens", required_argument, NULL, 'n'},
-                                          {"prompt-tokens", required_argument, NULL, 'n'},
-                                          {"new-tokens", required_argument, NULL, 'n'},
-                                          {"max-tokens", required_argument, NULL, 'n'},
-                                          {"timeout", required_argument, NULL, 'n'},
-                                          {"url", required_argument, NULL, 'u'},
-                                          {"direct", required_argument, NULL, 'd'},
-                                          {"rate", required_argument, NULL, 'r'},
-                                          {"model", required_argument, NULL, 'm'},
-                                          {"key", required_argument, NULL, 'k'},
-                                          {"ignore-eos", no_argument, NULL, 'i'},
-                                          {"json", no_argument, NULL, 'j'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
-    int opt = 0;
-    int index = 0;
+    const bench_option_t options[] = {
+        {.name = "url",
+         .kind = BENCH_OWN,
+         .out = &o->urls[0],
+         .parse = parse_url,
+         .required = true},
+        {.name = "direct", .kind = BENCH_OWN, .out = &o->urls[1], .parse = parse_url},
+        {.name = "rate", .kind = BENCH_OWN, .out = &o->rate, .parse = parse_rate},
+        {.name = "model", .kind = BENCH_TEXT, .out = &o->model},
+        {.name = "key", .kind = BENCH_TEXT, .out = &o->key},
+        {.name = "sessions",
+         .kind = BENCH_NUMBER,
+         .out = &o->sessions,
+         .min = 1,
+         .max = SERVE_SESSIONS_MAX},
+        {.name = "turns", .kind = BENCH_NUMBER, .out = &o->turns, .min = 1, .max = 1000000},
+        {.name = "seconds", .kind = BENCH_NUMBER, .out = &o->seconds, .min = 1, .max = 1000000},
+        {.name = "seed", .kind = BENCH_NUMBER, .out = &o->seed, .min = 0, .max = UINT32_MAX},
+        {.name = "system-tokens",
+         .kind = BENCH_NUMBER,
+         .out = &o->system_tokens,
+         .min = 0,
+         .max = SERVE_WORDS_MAX},
+        {.name = "prompt-tokens",
+         .kind = BENCH_NUMBER,
+         .out = &o->prompt_tokens,
+         .min = 1,
+         .max = SERVE_WORDS_MAX},
+        {.name = "new-tokens",
+         .kind = BENCH_NUMBER,
+         .out = &o->new_tokens,
+         .min = 1,
+         .max = SERVE_WORDS_MAX},
+        {.name = "max-tokens",
+         .kind = BENCH_NUMBER,
+         .out = &o->max_tokens,
+         .min = 1,
+         .max = SERVE_WORDS_MAX},
+        {.name = "timeout", .kind = BENCH_NUMBER, .out = &o->timeout_s, .min = 1, .max = 1000000},
+        {.name = "ignore-eos", .kind = BENCH_FLAG, .out = &o->ignore_eos},
+        BENCH_JSON_OPTION(&o->json),
+    };
+    int rc = bench_parse_options(argc, argv, "serve", print_help, options, TD_ARRAY_LEN(options));
 
-    while ((opt = getopt_long(argc, argv, "h", longs, &index)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'n':
-            ok = parse_number(longs[index].name, optarg, o);
-            break;
-        case 'u':
-            ok = parse_url("--url", optarg, &o->urls[0]);
-            break;
-        case 'd':
-            ok = parse_url("--direct", optarg, &o->urls[1]);
-            break;
-        case 'r':
-            ok = parse_rate(optarg, &o->rate);
-            break;
-        case 'm':
-            o->model = optarg;
-            break;
-        case 'k':
-            o->key = optarg;
-            break;
-        case 'i':
-            o->ignore_eos = true;
-            break;
-        case 'j':
-            o->json = true;
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    if (optind != argc || o->urls[0] == NULL) {
-        return bench_usage_error("serve needs --url URL and nothing but options (see --help)");
+    if (rc != BENCH_EXIT_OK) {
+        return rc;
     }
     if (o->urls[1] != NULL && o->rate > 0) {
         return bench_usage_error("--direct compares closed loops: leave out --rate");

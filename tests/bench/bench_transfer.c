@@ -3,21 +3,19 @@
  * For each carrier two processes are forked before UCX is touched: an owner, which fills its pool
  * and answers, and a reader, which measures and sends its figures home. They know each other by
  * what they exchange over a socket pair, as nodes do through the router. */
-#include <getopt.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/transfer/td_transfer.h"
 #include "tests/bench/bench.h"
+#include "tests/bench/bench_fork.h"
+#include "tests/bench/bench_options.h"
 #include "tests/bench/bench_samples.h"
 
 #define TRANSFER_OWNER 1u /* incarnations */
@@ -78,34 +76,6 @@ static void print_help(void)
 
 /* --- the two ends meet ------------------------------------------------------------------------ */
 
-static bool send_all(int fd, const void *bytes, size_t len)
-{
-    const char *at = bytes;
-    while (len > 0) {
-        ssize_t n = send(fd, at, len, MSG_NOSIGNAL);
-        if (n <= 0) {
-            return false;
-        }
-        at += n;
-        len -= (size_t)n;
-    }
-    return true;
-}
-
-static bool receive_all(int fd, void *bytes, size_t len)
-{
-    char *at = bytes;
-    while (len > 0) {
-        ssize_t n = recv(fd, at, len, 0);
-        if (n <= 0) {
-            return false; /* the other end has gone */
-        }
-        at += n;
-        len -= (size_t)n;
-    }
-    return true;
-}
-
 static bool tell_address(const end_t *end)
 {
     const void *address = NULL;
@@ -120,8 +90,9 @@ static bool tell_address(const end_t *end)
     }
     hello.address_bytes = (uint32_t)address_len;
     hello.rkey_bytes = (uint32_t)rkey_len;
-    return send_all(end->socket, &hello, sizeof(hello)) &&
-           send_all(end->socket, address, address_len) && send_all(end->socket, rkey, rkey_len);
+    return bench_send_all(end->socket, &hello, sizeof(hello)) &&
+           bench_send_all(end->socket, address, address_len) &&
+           bench_send_all(end->socket, rkey, rkey_len);
 }
 
 static bool hear_address(const end_t *end, uint64_t incarnation)
@@ -130,10 +101,10 @@ static bool hear_address(const end_t *end, uint64_t incarnation)
     static uint8_t rkey[TRANSFER_ADDRESS_BYTES_MAX];
     hello_t hello = {0};
 
-    if (!receive_all(end->socket, &hello, sizeof(hello)) || hello.address_bytes > sizeof(address) ||
-        hello.rkey_bytes > sizeof(rkey) ||
-        !receive_all(end->socket, address, hello.address_bytes) ||
-        !receive_all(end->socket, rkey, hello.rkey_bytes)) {
+    if (!bench_receive_all(end->socket, &hello, sizeof(hello)) ||
+        hello.address_bytes > sizeof(address) || hello.rkey_bytes > sizeof(rkey) ||
+        !bench_receive_all(end->socket, address, hello.address_bytes) ||
+        !bench_receive_all(end->socket, rkey, hello.rkey_bytes)) {
         return false;
     }
     td_transfer_peer_t peer = {.incarnation = incarnation,
@@ -186,7 +157,7 @@ static bool own(end_t *end)
             end->epochs[i] = td_pool_epoch(pool, i);
         }
         ok = tell_address(end) && hear_address(end, TRANSFER_READER) &&
-             send_all(end->socket, end->epochs, o->blocks * sizeof(*end->epochs));
+             bench_send_all(end->socket, end->epochs, o->blocks * sizeof(*end->epochs));
     }
     while (ok && recv(end->socket, &byte, 1, 0) > 0) {
     }
@@ -324,7 +295,7 @@ static bool prepare(reader_t *r)
     r->copy = td_alloc_aligned(64, (size_t)o->blocks * o->block_bytes);
     if (r->pieces == NULL || r->copy == NULL || !create(&r->end, TRANSFER_READER) ||
         !hear_address(&r->end, TRANSFER_OWNER) || !tell_address(&r->end) ||
-        !receive_all(r->end.socket, r->end.epochs, o->blocks * sizeof(*r->end.epochs))) {
+        !bench_receive_all(r->end.socket, r->end.epochs, o->blocks * sizeof(*r->end.epochs))) {
         return false;
     }
     memory = td_transfer_memory(r->end.transfer);
@@ -361,34 +332,10 @@ static bool read_figures(const end_t *end, transfer_figures_t *out)
 
 /* --- processes -------------------------------------------------------------------------------- */
 
-/* Answers the pid, 0 in the child, -1 on failure. A child ends with its parent. */
-static pid_t fork_child(void)
-{
-    pid_t parent = getpid();
-    pid_t pid = 0;
-
-    (void)fflush(NULL);
-    pid = fork();
-    if (pid == 0) {
-        (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
-        if (getppid() != parent) { /* it ended before */
-            _exit(BENCH_EXIT_FAILED);
-        }
-    }
-    return pid;
-}
-
-static bool ended_well(pid_t pid)
-{
-    int status = 0;
-    return pid > 0 && waitpid(pid, &status, 0) == pid && WIFEXITED(status) &&
-           WEXITSTATUS(status) == BENCH_EXIT_OK;
-}
-
 _Noreturn static void reader_main(const end_t *end, int home)
 {
     transfer_figures_t figures = {0};
-    bool ok = read_figures(end, &figures) && send_all(home, &figures, sizeof(figures));
+    bool ok = read_figures(end, &figures) && bench_send_all(home, &figures, sizeof(figures));
     exit(ok ? BENCH_EXIT_OK : BENCH_EXIT_FAILED);
 }
 
@@ -403,14 +350,14 @@ static bool run_carrier(const transfer_options_t *o, const char *carrier, transf
     bool ok = socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0 &&
               socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, home) == 0;
 
-    if (ok && (owner = fork_child()) == 0) {
+    if (ok && (owner = bench_fork()) == 0) {
         (void)close(pair[1]);
         (void)close(home[0]);
         (void)close(home[1]);
         end.socket = pair[0];
         exit(own(&end) ? BENCH_EXIT_OK : BENCH_EXIT_FAILED);
     }
-    if (ok && owner > 0 && (reader = fork_child()) == 0) {
+    if (ok && owner > 0 && (reader = bench_fork()) == 0) {
         (void)close(pair[0]);
         (void)close(home[0]);
         end.socket = pair[1];
@@ -419,17 +366,18 @@ static bool run_carrier(const transfer_options_t *o, const char *carrier, transf
     (void)close(pair[0]);
     (void)close(pair[1]);
     (void)close(home[1]);
-    ok = ok && reader > 0 && receive_all(home[0], out, sizeof(*out));
+    ok = ok && reader > 0 && bench_receive_all(home[0], out, sizeof(*out));
     (void)close(home[0]);
-    ok = ended_well(reader) && ok;
-    return ended_well(owner) && ok;
+    ok = bench_ended_well(reader) && ok;
+    return bench_ended_well(owner) && ok;
 }
 
 /* --- options ---------------------------------------------------------------------------------- */
 
 /* Cuts the list in place. */
-static bool parse_carriers(char *list, transfer_options_t *o)
+static bool parse_carriers(char *list, void *out)
 {
+    transfer_options_t *o = out;
     static const char *const known[] = {"auto", "tcp", "shm"};
     char *rest = NULL;
 
@@ -454,47 +402,23 @@ static bool parse_carriers(char *list, transfer_options_t *o)
 
 static int parse_options(int argc, char **argv, transfer_options_t *o)
 {
-    static const struct option longs[] = {{"carrier", required_argument, NULL, 'c'},
-                                          {"size", required_argument, NULL, 's'},
-                                          {"blocks", required_argument, NULL, 'b'},
-                                          {"repeat", required_argument, NULL, 'r'},
-                                          {"json", no_argument, NULL, 'j'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
+    const bench_option_t options[] = {
+        {.name = "carrier", .kind = BENCH_OWN, .out = o, .parse = parse_carriers},
+        {.name = "size", .kind = BENCH_NUMBER, .out = &o->block_bytes, .min = 1, .max = 1u << 30},
+        {.name = "blocks",
+         .kind = BENCH_NUMBER,
+         .out = &o->blocks,
+         .min = 1,
+         .max = TD_TRANSFER_PIECES_MAX},
+        BENCH_REPEAT_OPTION(&o->repeat),
+        BENCH_JSON_OPTION(&o->json),
+    };
     size_t bytes = 0;
-    int opt = 0;
+    int rc =
+        bench_parse_options(argc, argv, "transfer", print_help, options, TD_ARRAY_LEN(options));
 
-    while ((opt = getopt_long(argc, argv, "h", longs, NULL)) != -1) {
-        bool ok = true;
-        switch (opt) {
-        case 'c':
-            ok = parse_carriers(optarg, o);
-            break;
-        case 's':
-            ok = bench_parse_u32("--size", optarg, 1, 1u << 30, &o->block_bytes);
-            break;
-        case 'b':
-            ok = bench_parse_u32("--blocks", optarg, 1, TD_TRANSFER_PIECES_MAX, &o->blocks);
-            break;
-        case 'r':
-            ok = bench_parse_u32("--repeat", optarg, 1, 1000, &o->repeat);
-            break;
-        case 'j':
-            o->json = true;
-            break;
-        case 'h':
-            print_help();
-            return -1;
-        default:
-            ok = false;
-            break;
-        }
-        if (!ok) {
-            return BENCH_EXIT_USAGE;
-        }
-    }
-    if (optind != argc) {
-        return bench_usage_error("transfer takes nothing but options (see --help)");
+    if (rc != BENCH_EXIT_OK) {
+        return rc;
     }
     if (!td_size_mul(o->blocks, o->block_bytes, &bytes) || bytes > TRANSFER_POOL_BYTES_MAX) {
         return bench_usage_error("--size times --blocks is more than %zu bytes",

@@ -30,7 +30,7 @@ PEER_FLAGS = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_
 ROUNDS = 3  # of both sides, in turn
 SESSIONS = 16
 TURNS = 4
-SUBJECTS = ("model", "kv", "transfer", "handoff", "serve")
+SUBJECTS = ("model", "kv", "transfer", "store", "handoff", "serve")
 START_S = 120  # for a server to come up
 
 # What is expected of figures that need no peer: subject, key, at least or at most what (a number, or
@@ -42,6 +42,7 @@ LIMITS = [("model", "attention_gmac_s", ">=", 75),
           ("kv", "bytes_per_block", "<=", 64),
           ("kv", "allocs_per_step", "<=", 0),
           ("transfer", "shm_fetch_gb_s", ">=", ("shm_copy_gb_s", 0.9)),
+          ("store", "lookup_keys_s", ">=", 2e6),
           ("handoff", "shm_split_ttft_ratio", "<=", 1.05),
           ("handoff", "tcp_split_ttft_ratio", "<=", 1.05),
           ("handoff", "cached_ttft_ratio", "<=", 0.15),
@@ -289,6 +290,7 @@ def run_subjects(options):
     runs = {"model": lambda: run_model(options, python),
             "kv": lambda: (figures_of(bench_command(options, "kv")), None),
             "transfer": lambda: (figures_of(bench_command(options, "transfer")), None),
+            "store": lambda: (figures_of(bench_command(options, "store")), None),
             "handoff": lambda: (figures_of(bench_command(
                 options, "handoff", "--model", options.model, "--tokens", 2048, "--bin", options.bin, "--threads",
                 options.threads, "--local-sh", LOCAL)), None),

@@ -19,6 +19,7 @@ static const struct {
     {"kv", bench_kv, "prefix cache and block tables alone"},
     {"model", bench_model, "speed of the forward pass"},
     {"serve", bench_serve, "conversations with an OpenAI-compatible server"},
+    {"store", bench_store, "putting, looking up and reading blocks of the store"},
     {"transfer", bench_transfer, "fetching KV blocks from another process"},
 };
 
@@ -65,6 +66,15 @@ bool bench_parse_precision(const char *text, td_precision_t *out)
         return true;
     }
     (void)bench_usage_error("--precision wants fast, mixed or exact, not \"%s\"", text);
+    return false;
+}
+
+bool bench_parse_codec(const char *text, td_kv_codec_t *out)
+{
+    if (td_kv_codec_parse(text, out) == TD_OK) {
+        return true;
+    }
+    (void)bench_usage_error("--kv-codec wants " BENCH_CODEC_NAMES ", not \"%s\"", text);
     return false;
 }
 

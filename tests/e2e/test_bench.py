@@ -271,6 +271,19 @@ def test_kv_has_all_figures_and_never_allocates(options):
     check_figures({**figures, "allocs_per_step": 1}, list(figures))
 
 
+# --- store ----------------------------------------------------------------------------------------
+
+@test
+def test_store_puts_reads_and_looks_up_by_each_carrier(options):
+    keys = ["put_gb_s", "get_gb_s", "put_ops_s", "get_ops_s", "lookup_keys_s"]
+    for carrier in ("shm", "tcp"):
+        figures, said = bench(options, "store", "--carrier", carrier, "--size", 4096, "--blocks", 40,
+                              "--repeat", 6, "--json")  # more rounds than the store has room for
+        assert list(figures) == keys
+        check_figures(figures, keys)
+        assert f"carrier={carrier}" in said
+
+
 # --- handoff --------------------------------------------------------------------------------------
 
 @test
@@ -322,6 +335,7 @@ def test_bad_options_get_one_clear_line(options):
                  ["handoff"], ["handoff", "--model", "x", "--carrier", "rdma"],
                  ["handoff", "--model", "x", "--local-sh", "nowhere"],
                  ["kv", "--blocks", "1023"], ["kv", "more"],
+                 ["store", "--carrier", "ib"], ["store", "--batch", "0"],
                  ["transfer", "--carrier", "ib"], ["transfer", "--carrier", ","],
                  ["transfer", "--size", "1000000000", "--blocks", "60000"]):
         _, said = bench(options, *args, code=2)

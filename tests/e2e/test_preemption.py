@@ -63,6 +63,8 @@ def test_i1_fifty_requests_in_a_tiny_pool_all_finish_with_their_own_words(option
         answers = ask_all(c, len(PROMPTS))
         metrics = c.metrics("decode-1")
         assert metrics["tandem_decode_preemptions_total"] > 0
+        for source in ("cache", "store", "computed"):
+            assert metrics[f'tandem_decode_returned_tokens_total{{source="{source}"}}'] > 0, source
         for index in range(0, len(PROMPTS), 7):
             assert same(ask(c, index), answers[index]), PROMPTS[index]
         c.wait_until(lambda: nothing_held(c), 10, "every block given back")

@@ -78,7 +78,8 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
                                          .numerics_class = "cpu/mixed/r1",
                                          .probe_key = {keys[0].bytes, 16},
                                          .context_max = 8192,
-                                         .version = "0"};
+                                         .version = "0",
+                                         .kv_codec = "i8"};
         msg->u.reg.self.region = (td_msg_region_t){.ucx_address = {keys[0].bytes, 8},
                                                    .ucx_rkey = {keys[1].bytes, 8},
                                                    .base = 4096,

@@ -29,7 +29,8 @@ void td_cpu_avx2_quantise16(const float *x, uint32_t dim, int limit, int16_t *q,
                             float *sum);
 void td_cpu_avx2_add(float *x, const float *y, uint32_t n);
 void td_cpu_avx2_rotate(float *head, const float *table, uint32_t n);
-void td_cpu_avx2_to_f16(const float *src, uint8_t *dst, uint32_t n);
+void td_cpu_avx2_kv_encode(td_kv_codec_t codec, const float *src, uint32_t head_dim,
+                           uint8_t *values, uint8_t *scale);
 void td_cpu_avx2_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
 void td_cpu_avx2_merge(float *parts, size_t part_stride, uint32_t count, uint32_t head_dim,
                        float *out);
@@ -52,6 +53,55 @@ ALWAYS_INLINE void store_i(void *ptr, __m256i value)
 ALWAYS_INLINE __m256 load_f16(const void *ptr)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)ptr));
+}
+
+/** What load_kv() gives is too small by this, for the scale to make up for: scales of rows are far
+ * from overflow, so both are exact. */
+ALWAYS_INLINE float kv_unit(const td_kv_codec_t codec)
+{
+    return codec == TD_KV_F8_E4M3 ? 256.0f : 1.0f;
+}
+
+/** f8_e4m3 codes, sign-extended, as halves 2^8 too small; exact. NaN stays NaN. */
+ALWAYS_INLINE __m128i half_from_f8(__m128i code)
+{
+    const __m128i half = _mm_and_si128(_mm_slli_epi16(code, 7), _mm_set1_epi16((int16_t)0xbfff));
+    const __m128i nan =
+        _mm_cmpeq_epi16(_mm_and_si128(half, _mm_set1_epi16(0x7fff)), _mm_set1_epi16(0x7f << 7));
+    return _mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)));
+}
+
+/** The upper bytes of f4_e2m1 codes as halves; the lower ones are zero. */
+ALWAYS_INLINE __m128i half_bytes_from_f4(__m128i code)
+{
+    return _mm_shuffle_epi8(_mm_setr_epi8(0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, -0x80,
+                                          -0x48, -0x44, -0x42, -0x40, -0x3e, -0x3c, -0x3a),
+                            code);
+}
+
+/** Eight values of a row in the KV pool, without their scale and in kv_unit()s. at: of the first,
+ * unaligned. */
+ALWAYS_INLINE __m256 load_kv(const uint8_t *at, const td_kv_codec_t codec)
+{
+    __m128i code;
+    uint32_t pairs = 0;
+
+    switch (codec) {
+    case TD_KV_F16:
+        return load_f16(at);
+    case TD_KV_F8_E4M3:
+        code = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)(const void *)at));
+        return _mm256_cvtph_ps(half_from_f8(code));
+    case TD_KV_I8:
+        code = _mm_loadl_epi64((const __m128i *)(const void *)at);
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code));
+    default:
+        memcpy(&pairs, at, sizeof(pairs));
+        code = _mm_cvtsi32_si128((int32_t)pairs);
+        code = _mm_unpacklo_epi8(_mm_and_si128(code, _mm_set1_epi8(15)),
+                                 _mm_and_si128(_mm_srli_epi16(code, 4), _mm_set1_epi8(15)));
+        return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), half_bytes_from_f4(code)));
+    }
 }
 
 /** Four bytes in every 32-bit lane, unaligned. */

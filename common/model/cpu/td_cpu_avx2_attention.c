@@ -9,17 +9,53 @@
 
 /* --- attention of many queries ---------------------------------------------------------------- */
 
-/* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. */
+static void load_run_f16(const uint8_t *src, size_t count, float *out)
+{
+    for (size_t i = 0; i < count; i += AVX2_LANES) {
+        _mm256_store_ps(out + i, load_f16(src + 2 * i));
+    }
+}
+
+/* Rows with scales. */
+ALWAYS_INLINE void load_run(const uint8_t *values, const uint8_t *scales, uint32_t tokens,
+                            uint32_t head_dim, float *out, const td_kv_codec_t codec)
+{
+    for (uint32_t t = 0; t < tokens; t++) {
+        float value = 0;
+        memcpy(&value, scales + (size_t)t * TD_KV_SCALE_BYTES, sizeof(value));
+        const __m256 scale = _mm256_set1_ps(value * kv_unit(codec));
+        for (uint32_t d = 0; d < head_dim; d += AVX2_LANES) {
+            _mm256_store_ps(out + d, _mm256_mul_ps(load_kv(values, codec), scale));
+            values += AVX2_LANES * td_kv_value_bits(codec) / 8;
+        }
+        out += head_dim;
+    }
+}
+
+/* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. Shape: out [tokens][head_dim]. */
 static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
                       float *out)
 {
-    size_t head_dim = job->kv->head_dim;
+    const uint32_t head_dim = job->kv->head_dim;
 
     for (uint32_t t = 0; t < tokens; t += 16) {
-        const uint8_t *src = td_cpu_kv_at(job, is_v, tile + t);
-        size_t count = TD_MIN(16u, tokens - t) * head_dim;
-        for (size_t i = 0; i < count; i += AVX2_LANES) {
-            _mm256_store_ps(out + t * head_dim + i, load_f16(src + 2 * i));
+        const uint8_t *values = td_cpu_kv_at(job, is_v, tile + t);
+        const uint8_t *scales = td_cpu_kv_scale_at(job, is_v, tile + t);
+        const uint32_t count = TD_MIN(16u, tokens - t);
+        float *to = out + (size_t)t * head_dim;
+        switch (job->kv->codec) {
+        case TD_KV_F16:
+            load_run_f16(values, (size_t)count * head_dim, to);
+            break;
+        case TD_KV_F8_E4M3:
+            load_run(values, scales, count, head_dim, to, TD_KV_F8_E4M3);
+            break;
+        case TD_KV_I8:
+            load_run(values, scales, count, head_dim, to, TD_KV_I8);
+            break;
+        default:
+            load_run(values, scales, count, head_dim, to, TD_KV_F4_E2M1);
+            break;
         }
     }
 }

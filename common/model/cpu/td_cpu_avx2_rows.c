@@ -113,12 +113,110 @@ void td_cpu_avx2_rotate(float *head, const float *table, uint32_t n)
     }
 }
 
-void td_cpu_avx2_to_f16(const float *src, uint8_t *dst, uint32_t n)
+static void to_f16(const float *src, uint32_t n, uint8_t *dst)
 {
     for (uint32_t i = 0; i < n; i += AVX2_LANES) {
         __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(src + i),
                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         _mm_storeu_si128((__m128i *)(void *)(dst + (size_t)i * 2), half);
+    }
+}
+
+static uint32_t largest_magnitude(const float *x, uint32_t n)
+{
+    __m256i largest = _mm256_setzero_si256();
+    uint32_t lanes[AVX2_LANES];
+    uint32_t all = 0;
+
+    for (uint32_t i = 0; i < n; i += AVX2_LANES) {
+        __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(x + i));
+        largest = _mm256_max_epu32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)), largest);
+    }
+    _mm256_storeu_si256((__m256i *)(void *)lanes, largest);
+    for (uint32_t i = 0; i < AVX2_LANES; i++) {
+        all = lanes[i] > all ? lanes[i] : all;
+    }
+    return all;
+}
+
+/* As small_float() of td_kv_codec.c, with the sign in the code's highest bit. No NaN comes here. */
+ALWAYS_INLINE __m256i small_float(__m256 x, const int32_t mantissa, const int32_t bias,
+                                  const int32_t largest, const int32_t sign_shift)
+{
+    const int32_t cut = 23 - mantissa;
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+    const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(bits, 31), 31 - sign_shift);
+    const __m256i base = _mm256_set1_epi32((127 + 1 - bias - mantissa + 23) << 23);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, cut), _mm256_set1_epi32(1));
+    const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32((128 - bias) << 23), magnitude);
+    __m256i subnormal = _mm256_castps_si256(
+        _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(base)));
+    __m256i normal =
+        _mm256_add_epi32(magnitude, _mm256_add_epi32(odd, _mm256_set1_epi32((1 << (cut - 1)) - 1)));
+
+    subnormal = _mm256_sub_epi32(subnormal, base);
+    normal = _mm256_sub_epi32(_mm256_srli_epi32(normal, cut),
+                              _mm256_set1_epi32((127 - bias) << mantissa));
+    normal = _mm256_min_epi32(normal, _mm256_set1_epi32(largest));
+    return _mm256_or_si256(_mm256_blendv_epi8(normal, subnormal, is_small), sign);
+}
+
+/* The low bytes of eight lanes, in order. */
+ALWAYS_INLINE __m128i low_bytes(__m256i lanes)
+{
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+    return _mm_packus_epi16(words, words);
+}
+
+ALWAYS_INLINE void encode_scaled(const float *src, uint32_t head_dim, float factor, uint8_t *values,
+                                 const td_kv_codec_t codec)
+{
+    for (uint32_t i = 0; i < head_dim; i += AVX2_LANES) {
+        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(src + i), _mm256_set1_ps(factor));
+        __m128i bytes;
+        int32_t pairs = 0;
+        switch (codec) {
+        case TD_KV_F8_E4M3:
+            bytes = low_bytes(small_float(x, 3, 7, 0x7e, 24));
+            _mm_storel_epi64((__m128i *)(void *)(values + i), bytes);
+            break;
+        case TD_KV_I8: /* no magnitude is above 127 when rounded: no byte's sign is cut off */
+            bytes = low_bytes(_mm256_and_si256(_mm256_cvtps_epi32(x), _mm256_set1_epi32(255)));
+            _mm_storel_epi64((__m128i *)(void *)(values + i), bytes);
+            break;
+        default:
+            bytes = low_bytes(small_float(x, 1, 1, 7, 28));
+            bytes = _mm_or_si128(bytes, _mm_srli_epi16(bytes, 4)); /* pairs, in the even bytes */
+            bytes = _mm_and_si128(bytes, _mm_set1_epi16(255));
+            pairs = _mm_cvtsi128_si32(_mm_packus_epi16(bytes, bytes));
+            memcpy(values + i / 2, &pairs, sizeof(pairs));
+            break;
+        }
+    }
+}
+
+void td_cpu_avx2_kv_encode(td_kv_codec_t codec, const float *src, uint32_t head_dim,
+                           uint8_t *values, uint8_t *scale)
+{
+    float factor = 0;
+    float scale_value = 0;
+
+    if (codec == TD_KV_F16) {
+        to_f16(src, head_dim, values);
+        return;
+    }
+    scale_value = td_kv_row_scale(codec, largest_magnitude(src, head_dim), &factor);
+    memcpy(scale, &scale_value, sizeof(scale_value));
+    if (factor == 0) {
+        memset(values, 0, (size_t)head_dim * td_kv_value_bits(codec) / 8);
+    } else if (codec == TD_KV_F8_E4M3) {
+        encode_scaled(src, head_dim, factor, values, TD_KV_F8_E4M3);
+    } else if (codec == TD_KV_I8) {
+        encode_scaled(src, head_dim, factor, values, TD_KV_I8);
+    } else {
+        encode_scaled(src, head_dim, factor, values, TD_KV_F4_E2M1);
     }
 }
 
@@ -131,7 +229,7 @@ const td_cpu_ops_t td_cpu_avx2_ops = {
     .add = td_cpu_avx2_add,
     .swiglu = swiglu,
     .rotate = td_cpu_avx2_rotate,
-    .to_f16 = td_cpu_avx2_to_f16,
+    .kv_encode = td_cpu_avx2_kv_encode,
     .attention = td_cpu_avx2_attention,
     .merge = td_cpu_avx2_merge,
 };

@@ -23,6 +23,42 @@ ALWAYS_INLINE __m512 load_f16_wide(const uint8_t *ptr)
     return _mm512_cvtph_ps(load_i(ptr));
 }
 
+/** As half_from_f8(), of sixteen codes. */
+ALWAYS_INLINE __m256i half_from_f8_wide(__m128i codes)
+{
+    const __m256i code = _mm256_cvtepi8_epi16(codes);
+    const __m256i half =
+        _mm256_and_si256(_mm256_slli_epi16(code, 7), _mm256_set1_epi16((int16_t)0xbfff));
+    const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(half, _mm256_set1_epi16(0x7fff)),
+                                                  _mm256_set1_epi16(0x7f << 7));
+    return _mm256_mask_blend_epi16(nan, half, _mm256_or_si256(half, _mm256_set1_epi16(0x7e00)));
+}
+
+/** As load_kv(), of sixteen values. */
+ALWAYS_INLINE __m512 load_kv_wide(const uint8_t *at, const td_kv_codec_t codec)
+{
+    const __m128i low = _mm_set1_epi8(15);
+    __m128i code;
+    __m256i half;
+
+    switch (codec) {
+    case TD_KV_F16:
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)at));
+    case TD_KV_F8_E4M3:
+        half = half_from_f8_wide(_mm_loadu_si128((const __m128i *)(const void *)at));
+        return _mm512_cvtph_ps(half);
+    case TD_KV_I8:
+        code = _mm_loadu_si128((const __m128i *)(const void *)at);
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(code));
+    default:
+        code = _mm_loadl_epi64((const __m128i *)(const void *)at);
+        code = _mm_unpacklo_epi8(_mm_and_si128(code, low),
+                                 _mm_and_si128(_mm_srli_epi16(code, 4), low));
+        half = _mm256_slli_epi16(_mm256_cvtepu8_epi16(half_bytes_from_f4(code)), 8);
+        return _mm512_cvtph_ps(half);
+    }
+}
+
 /** Four bytes in every 32-bit lane, unaligned. */
 ALWAYS_INLINE __m512i broadcast4_wide(const void *ptr)
 {

@@ -11,23 +11,67 @@
 
 /* --- attention of many queries ---------------------------------------------------------------- */
 
+static void load_run_f16(const uint8_t *src, size_t count, float *out)
+{
+    size_t i = 0;
+
+    for (; i + AVX512_LANES <= count; i += AVX512_LANES) {
+        _mm512_storeu_ps(out + i, load_kv_wide(src + 2 * i, TD_KV_F16));
+    }
+    if (i < count) {
+        _mm256_storeu_ps(out + i, load_f16(src + 2 * i));
+    }
+}
+
+/* Rows with scales. */
+ALWAYS_INLINE void load_run(const uint8_t *values, const uint8_t *scales, uint32_t tokens,
+                            uint32_t head_dim, float *out, const td_kv_codec_t codec)
+{
+    const size_t row_bytes = (size_t)head_dim * td_kv_value_bits(codec) / 8;
+
+    for (uint32_t t = 0; t < tokens; t++) {
+        float scale = 0;
+        uint32_t d = 0;
+        memcpy(&scale, scales + (size_t)t * TD_KV_SCALE_BYTES, sizeof(scale));
+        scale *= kv_unit(codec);
+        for (; d + AVX512_LANES <= head_dim; d += AVX512_LANES) {
+            const uint8_t *at = values + (size_t)d * td_kv_value_bits(codec) / 8;
+            _mm512_storeu_ps(out + d,
+                             _mm512_mul_ps(load_kv_wide(at, codec), _mm512_set1_ps(scale)));
+        }
+        if (d < head_dim) {
+            const uint8_t *at = values + (size_t)d * td_kv_value_bits(codec) / 8;
+            _mm256_storeu_ps(out + d, _mm256_mul_ps(load_kv(at, codec), _mm256_set1_ps(scale)));
+        }
+        values += row_bytes;
+        out += head_dim;
+    }
+}
+
 /* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. Shape: out [tokens][head_dim]. */
 static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
                       float *out)
 {
-    const size_t head_dim = job->kv->head_dim;
+    const uint32_t head_dim = job->kv->head_dim;
 
     for (uint32_t t = 0; t < tokens; t += 16) {
-        const uint8_t *src = td_cpu_kv_at(job, is_v, tile + t);
-        const size_t count = TD_MIN(16u, tokens - t) * head_dim;
-        float *dst = out + t * head_dim;
-        size_t i = 0;
-        for (; i + AVX512_LANES <= count; i += AVX512_LANES) {
-            __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i));
-            _mm512_storeu_ps(dst + i, _mm512_cvtph_ps(half));
-        }
-        if (i < count) {
-            _mm256_storeu_ps(dst + i, load_f16(src + 2 * i));
+        const uint8_t *values = td_cpu_kv_at(job, is_v, tile + t);
+        const uint8_t *scales = td_cpu_kv_scale_at(job, is_v, tile + t);
+        const uint32_t count = TD_MIN(16u, tokens - t);
+        float *to = out + (size_t)t * head_dim;
+        switch (job->kv->codec) {
+        case TD_KV_F16:
+            load_run_f16(values, (size_t)count * head_dim, to);
+            break;
+        case TD_KV_F8_E4M3:
+            load_run(values, scales, count, head_dim, to, TD_KV_F8_E4M3);
+            break;
+        case TD_KV_I8:
+            load_run(values, scales, count, head_dim, to, TD_KV_I8);
+            break;
+        default:
+            load_run(values, scales, count, head_dim, to, TD_KV_F4_E2M1);
+            break;
         }
     }
 }
@@ -60,7 +104,7 @@ ALWAYS_INLINE vec_t vec_select(vec_mask_t mask, vec_t then, vec_t otherwise)
 
 #include "common/model/cpu/td_cpu_attention_lanes.h"
 
-/* --- attention of few queries -------------------------------------------------------------------
+/* --- attention of few queries over f16 ----------------------------------------------------------
  * A lane is an element of the head. Keys and values are converted where they are used. */
 
 /* Rows t and t+1 of a key tile, eight elements each: the eight chains of two tokens. */
@@ -306,9 +350,13 @@ void td_cpu_avx512_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
 {
     static const td_cpu_span_ops_t few_ops = {td_cpu_avx2_begin_queries, attend_few_rows,
                                               td_cpu_avx2_merge_part, td_cpu_avx2_finish};
-    bool few = job->rows * job->group < FEW_QUERIES;
+    const bool few = job->rows * job->group < FEW_QUERIES;
 
-    td_cpu_attend_spans(few ? &few_ops : &lanes_ops, job, s);
+    if (few && job->kv->codec != TD_KV_F16) {
+        td_cpu_avx2_attention(job, s); /* converts a tile once; its vectors are fuller */
+    } else {
+        td_cpu_attend_spans(few ? &few_ops : &lanes_ops, job, s);
+    }
 }
 #else
 typedef int td_cpu_avx512_attention_empty_t; /* a translation unit needs a declaration */

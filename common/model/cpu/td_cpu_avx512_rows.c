@@ -27,7 +27,7 @@ const td_cpu_ops_t td_cpu_avx512_ops = {
     .add = td_cpu_avx2_add,
     .swiglu = swiglu,
     .rotate = td_cpu_avx2_rotate,
-    .to_f16 = td_cpu_avx2_to_f16,
+    .kv_encode = td_cpu_avx2_kv_encode,
     .attention = td_cpu_avx512_attention,
     .merge = td_cpu_avx2_merge,
 };

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "common/base/td_arena.h"
+#include "common/base/td_float.h"
 #include "common/base/td_status.h"
 #include "common/kv/td_kv_layout.h"
 #include "common/model/td_gguf.h"
@@ -147,8 +148,9 @@ typedef struct td_cpu_ops {
     /** Turns pairs (2i, 2i + 1) of one head by an angle: x = fma(other, +-sin, x * cos).
      * table: cos and sin of each pair, side by side. n is a multiple of 8. */
     void (*rotate)(float *head, const float *table, uint32_t n);
-    /** Round to nearest even; n is a multiple of 8. dst may be unaligned. */
-    void (*to_f16)(const float *src, uint8_t *dst, uint32_t n);
+    /** As td_kv_row_encode(). values and scale may be unaligned. */
+    void (*kv_encode)(td_kv_codec_t codec, const float *src, uint32_t head_dim, uint8_t *values,
+                      uint8_t *scale);
     /** Softmax attention, online over tiles of TD_CPU_TILE_TOKENS absolute positions, merged over
      * spans; see DESIGN.md, "Attention". */
     void (*attention)(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
@@ -178,63 +180,9 @@ TD_MUST_CHECK td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8,
 /** Dequantises one output row (an embedding). Shape: out [inputs] f32. */
 void td_cpu_unpack_row(const td_cpu_matrix_t *matrix, uint32_t row, float *out);
 
-static inline float td_cpu_float_from_bits(uint32_t bits)
-{
-    float value = 0;
-    memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-
-static inline uint32_t td_cpu_bits_from_float(float value)
-{
-    uint32_t bits = 0;
-    memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
-
-/** Exact. NaN becomes quiet, as the F16C instruction makes it. */
-static inline float td_cpu_f32_from_f16(uint16_t half)
-{
-    uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
-    uint32_t exponent = (half >> 10) & 31u;
-    uint32_t mantissa = half & 0x3ffu;
-
-    if (exponent == 31) {
-        uint32_t quiet = mantissa != 0 ? 0x400000u : 0;
-        return td_cpu_float_from_bits(sign | 0x7f800000u | quiet | mantissa << 13);
-    }
-    if (exponent == 0) { /* zero or subnormal: mantissa * 2^-24, exact */
-        float magnitude = (float)mantissa * 0x1p-24f;
-        return td_cpu_float_from_bits(sign | td_cpu_bits_from_float(magnitude));
-    }
-    return td_cpu_float_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
-}
-
-/** Round to nearest even; too large becomes infinite. */
-static inline uint16_t td_cpu_f16_from_f32(float value)
-{
-    uint32_t bits = td_cpu_bits_from_float(value);
-    uint32_t sign = bits >> 16 & 0x8000u;
-    uint32_t magnitude = bits & 0x7fffffffu;
-
-    if (magnitude > 0x7f800000u) { /* NaN: quiet, payload cut */
-        return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
-    }
-    if (magnitude >= 0x47800000u) { /* >= 65536 */
-        return (uint16_t)(sign | 0x7c00u);
-    }
-    if (magnitude < 0x38800000u) { /* below 2^-14: a multiple of 2^-24, rounded by the addition */
-        float rounded = td_cpu_float_from_bits(magnitude) + 0.5f;
-        return (uint16_t)(sign | (td_cpu_bits_from_float(rounded) - 0x3f000000u));
-    }
-    /* The carry of the rounding runs into the exponent, and to infinity at its end. */
-    magnitude += 0xfffu + (magnitude >> 13 & 1u);
-    return (uint16_t)(sign | (magnitude - 0x38000000u) >> 13);
-}
-
 static inline float td_cpu_f32_from_bf16(uint16_t bits)
 {
-    return td_cpu_float_from_bits((uint32_t)bits << 16);
+    return td_float_from_bits((uint32_t)bits << 16);
 }
 
 static inline uint16_t td_cpu_load_u16(const uint8_t *bytes)
@@ -269,6 +217,16 @@ static inline const uint8_t *td_cpu_kv_at(const td_cpu_attention_t *job, bool is
     size_t block = job->blocks[position / kv->block_tokens];
     return job->pool + block * td_kv_block_bytes(kv) +
            td_kv_offset(kv, job->layer, is_v, job->kv_head, position % kv->block_tokens);
+}
+
+/** Address of its scale; f16 has none. */
+static inline const uint8_t *td_cpu_kv_scale_at(const td_cpu_attention_t *job, bool is_v,
+                                                uint32_t position)
+{
+    const td_kv_layout_t *kv = job->kv;
+    size_t block = job->blocks[position / kv->block_tokens];
+    return job->pool + block * td_kv_block_bytes(kv) +
+           td_kv_scale_offset(kv, job->layer, is_v, job->kv_head, position % kv->block_tokens);
 }
 
 /* Constants shared by the implementations, so that they cannot differ. */

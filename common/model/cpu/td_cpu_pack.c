@@ -66,8 +66,8 @@ static bool pack_row_q4(td_cpu_matrix_t *m, bool has_minimum, uint32_t row, cons
             pack_nibbles(m->form, lane, src + 4, group);
             src += Q4_1_BYTES;
         } else { /* (q - 8) * d = q * d + (-8 * d), exactly */
-            float scale = td_cpu_f32_from_f16(td_cpu_load_u16(src));
-            uint16_t minimum = td_cpu_f16_from_f32(-8.0f * scale);
+            float scale = td_f32_from_f16(td_cpu_load_u16(src));
+            uint16_t minimum = td_f16_from_f32(-8.0f * scale);
             if (!(fabsf(scale) <= Q4_0_SCALE_MAX)) {
                 return false;
             }
@@ -217,9 +217,8 @@ td_status_t td_cpu_pack(const td_gguf_tensor_t *tensor, bool int8, td_arena_t *a
 static void unpack_row_q4(const td_cpu_matrix_t *m, const uint8_t *group, uint32_t lane, float *out)
 {
     for (uint32_t g = 0; g < m->inputs / TD_CPU_GROUP; g++, group += TD_CPU_NIBBLE_BYTES) {
-        float scale = td_cpu_f32_from_f16(td_cpu_load_u16(group + TD_CPU_NIBBLE_SCALES + 2 * lane));
-        float minimum =
-            td_cpu_f32_from_f16(td_cpu_load_u16(group + TD_CPU_NIBBLE_MINIMA + 2 * lane));
+        float scale = td_f32_from_f16(td_cpu_load_u16(group + TD_CPU_NIBBLE_SCALES + 2 * lane));
+        float minimum = td_f32_from_f16(td_cpu_load_u16(group + TD_CPU_NIBBLE_MINIMA + 2 * lane));
         for (uint32_t k = 0; k < TD_CPU_GROUP; k++) {
             nibble_place_t place = nibble_place(m->form, lane, k);
             uint32_t byte = group[place.byte_idx];
@@ -231,7 +230,7 @@ static void unpack_row_q4(const td_cpu_matrix_t *m, const uint8_t *group, uint32
 static void unpack_row_q8(const td_cpu_matrix_t *m, const uint8_t *group, uint32_t lane, float *out)
 {
     for (uint32_t g = 0; g < m->inputs / TD_CPU_GROUP; g++, group += TD_CPU_BYTE_BYTES) {
-        float scale = td_cpu_f32_from_f16(td_cpu_load_u16(group + TD_CPU_BYTE_SCALES + 2 * lane));
+        float scale = td_f32_from_f16(td_cpu_load_u16(group + TD_CPU_BYTE_SCALES + 2 * lane));
         for (uint32_t k = 0; k < TD_CPU_GROUP; k++) {
             *out++ = scale * (float)(int8_t)group[k / 2 * 32 + 2 * lane + k % 2];
         }
@@ -257,7 +256,7 @@ void td_cpu_unpack_row(const td_cpu_matrix_t *matrix, uint32_t row, float *out)
         if (matrix->form == TD_CPU_F32) {
             memcpy(out + k, pair + at * 4, 4);
         } else if (matrix->form == TD_CPU_F16) {
-            out[k] = td_cpu_f32_from_f16(td_cpu_load_u16(pair + at * 2));
+            out[k] = td_f32_from_f16(td_cpu_load_u16(pair + at * 2));
         } else {
             out[k] = td_cpu_f32_from_bf16(td_cpu_load_u16(pair + at * 2));
         }

@@ -17,7 +17,7 @@ typedef struct group_weights {
 static void load_scales(const uint8_t *bytes, float *out)
 {
     for (uint32_t r = 0; r < TD_CPU_PAIR; r++) {
-        out[r] = td_cpu_f32_from_f16(td_cpu_load_u16(bytes + 2 * r));
+        out[r] = td_f32_from_f16(td_cpu_load_u16(bytes + 2 * r));
     }
 }
 
@@ -121,7 +121,7 @@ static float load_float(td_cpu_form_t form, const uint8_t *pair, size_t idx)
 {
     float value = 0;
     if (form == TD_CPU_F16) {
-        return td_cpu_f32_from_f16(td_cpu_load_u16(pair + idx * 2));
+        return td_f32_from_f16(td_cpu_load_u16(pair + idx * 2));
     }
     if (form == TD_CPU_BF16) {
         return td_cpu_f32_from_bf16(td_cpu_load_u16(pair + idx * 2));
@@ -252,7 +252,7 @@ static float exp_clamped(float x)
     poly = fmaf(poly, rest, TD_CPU_EXP_C2);
     poly = fmaf(poly, rest, TD_CPU_EXP_C1);
     poly = fmaf(poly, rest, 1.0f);
-    return poly * td_cpu_float_from_bits((uint32_t)((int32_t)whole + 127) << 23);
+    return poly * td_float_from_bits((uint32_t)((int32_t)whole + 127) << 23);
 }
 
 static void add(float *x, const float *y, uint32_t n)
@@ -279,22 +279,13 @@ static void rotate(float *head, const float *table, uint32_t n)
     }
 }
 
-static void to_f16(const float *src, uint8_t *dst, uint32_t n)
-{
-    for (uint32_t i = 0; i < n; i++) {
-        uint16_t half = td_cpu_f16_from_f32(src[i]);
-        memcpy(dst + 2 * i, &half, sizeof(half));
-    }
-}
-
 static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
                       float *out)
 {
     for (uint32_t t = 0; t < tokens; t++) {
-        const uint8_t *src = td_cpu_kv_at(job, is_v, tile + t);
-        for (uint32_t d = 0; d < job->kv->head_dim; d++) {
-            *out++ = td_cpu_f32_from_f16(td_cpu_load_u16(src + 2 * d));
-        }
+        td_kv_row_decode(job->kv->codec, td_cpu_kv_at(job, is_v, tile + t),
+                         td_cpu_kv_scale_at(job, is_v, tile + t), job->kv->head_dim,
+                         out + (size_t)t * job->kv->head_dim);
     }
 }
 
@@ -412,7 +403,7 @@ const td_cpu_ops_t td_cpu_portable_ops = {
     .add = add,
     .swiglu = swiglu,
     .rotate = rotate,
-    .to_f16 = to_f16,
+    .kv_encode = td_kv_row_encode,
     .attention = attention,
     .merge = merge,
 };

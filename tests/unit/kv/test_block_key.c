@@ -23,7 +23,7 @@ static td_block_root_t root_of(const char *salt, const char *numerics, uint32_t 
     td_block_root_fields_t fields = {.fingerprint = fingerprint,
                                      .numerics_class = numerics,
                                      .layout_version = TD_KV_LAYOUT_VERSION,
-                                     .codec = TD_KV_CODEC_F16,
+                                     .codec = "f16",
                                      .block_tokens = block_tokens,
                                      .adapter = "",
                                      .salt = salt,

@@ -50,8 +50,8 @@ static void test_f16_conversion_is_exact_and_rounds_to_even(void **state)
 {
     (void)state;
     for (uint32_t half = 0; half < 0x10000; half++) {
-        float value = td_cpu_f32_from_f16((uint16_t)half);
-        uint16_t back = td_cpu_f16_from_f32(value);
+        float value = td_f32_from_f16((uint16_t)half);
+        uint16_t back = td_f16_from_f32(value);
         if ((half & 0x7c00) == 0x7c00 && (half & 0x3ff) != 0) {
             assert_true(isnan(value));
             assert_int_equal(back, half | 0x200);
@@ -59,17 +59,17 @@ static void test_f16_conversion_is_exact_and_rounds_to_even(void **state)
             assert_int_equal(back, half);
         }
     }
-    assert_int_equal(td_cpu_f16_from_f32(1.0f + 0x1p-11f), 0x3c00);     /* tie: down */
-    assert_int_equal(td_cpu_f16_from_f32(1.0f + 3 * 0x1p-11f), 0x3c02); /* tie: up */
-    assert_int_equal(td_cpu_f16_from_f32(1.0f + 0x1p-11f + 0x1p-20f), 0x3c01);
-    assert_int_equal(td_cpu_f16_from_f32(0x1p-25f), 0); /* tie: to zero */
-    assert_int_equal(td_cpu_f16_from_f32(0x1.8p-25f), 1);
-    assert_int_equal(td_cpu_f16_from_f32(65519.0f), 0x7bff);
-    assert_int_equal(td_cpu_f16_from_f32(65520.0f), 0x7c00);
-    assert_int_equal(td_cpu_f16_from_f32(-1e30f), 0xfc00);
+    assert_int_equal(td_f16_from_f32(1.0f + 0x1p-11f), 0x3c00);     /* tie: down */
+    assert_int_equal(td_f16_from_f32(1.0f + 3 * 0x1p-11f), 0x3c02); /* tie: up */
+    assert_int_equal(td_f16_from_f32(1.0f + 0x1p-11f + 0x1p-20f), 0x3c01);
+    assert_int_equal(td_f16_from_f32(0x1p-25f), 0); /* tie: to zero */
+    assert_int_equal(td_f16_from_f32(0x1.8p-25f), 1);
+    assert_int_equal(td_f16_from_f32(65519.0f), 0x7bff);
+    assert_int_equal(td_f16_from_f32(65520.0f), 0x7c00);
+    assert_int_equal(td_f16_from_f32(-1e30f), 0xfc00);
 }
 
-enum { ROW_FLOATS = 4096, K_WIDE = 1824, ROWS_WIDE = 37, OUTPUTS_WIDE = 53 };
+enum { ROW_FLOATS = 4096, K_WIDE = 1824, ROWS_WIDE = 37, OUTPUTS_WIDE = 53, HEAD_DIM_MAX = 128 };
 
 static void row_operations_have_the_same_bits(const td_cpu_ops_t *v)
 {
@@ -103,9 +103,6 @@ static void row_operations_have_the_same_bits(const td_cpu_ops_t *v)
         p->add(a, w, ROW_FLOATS);
         v->add(b, w, ROW_FLOATS);
         assert_same_bits(a, b, ROW_FLOATS);
-        p->to_f16(x, (uint8_t *)qa, ROW_FLOATS);
-        v->to_f16(x, (uint8_t *)qb, ROW_FLOATS);
-        assert_memory_equal(qa, qb, sizeof(qa));
         p->quantise16(x, ROW_FLOATS, TD_CPU_INT16_MAX, qa, scales[0], scales[1]);
         v->quantise16(x, ROW_FLOATS, TD_CPU_INT16_MAX, qb, scales[2], scales[3]);
         assert_memory_equal(qa, qb, sizeof(qa));
@@ -114,6 +111,41 @@ static void row_operations_have_the_same_bits(const td_cpu_ops_t *v)
         v->quantise8(x, ROW_FLOATS, (int8_t *)qb, scales[2], scales[3]);
         assert_memory_equal(qa, qb, ROW_FLOATS);
         assert_memory_equal(scales[0], scales[2], 2 * sizeof(scales[0]));
+    }
+}
+
+/* Rows of every size into halves too small and too large, ties, and what is not finite. */
+static void encoded_rows_have_the_same_bits(const td_cpu_ops_t *v)
+{
+    static const float ends[] = {0.0f, NAN, INFINITY, -INFINITY, 1e-31f, 3e38f};
+    float x[HEAD_DIM_MAX];
+    uint8_t a[2][2 * HEAD_DIM_MAX];
+    uint8_t b[2][2 * HEAD_DIM_MAX];
+    uint64_t seed = 5;
+
+    for (uint32_t codec = 0; codec < TD_KV_CODECS; codec++) {
+        for (int round = 0; round < 2000; round++) {
+            const uint32_t head_dim = 8 * (1 + (uint32_t)round % 16);
+            const float scale = powf(10.0f, (float)(round % 80 - 42));
+            for (uint32_t i = 0; i < head_dim; i++) {
+                x[i] = random_float(&seed, scale);
+                if (round % 3 == 1) { /* the largest is the limit: the rest are ties or exact */
+                    x[i] = (float)(int)(random_float(&seed, 255.0f)) * 0.25f;
+                }
+            }
+            if (round % 3 == 1) {
+                x[round % (int)head_dim] = codec == TD_KV_F8_E4M3 ? 448.0f
+                                           : codec == TD_KV_I8    ? 127.0f
+                                                                  : 96.0f;
+            } else if (round % 50 == 0) {
+                x[round % (int)head_dim] = ends[round / 50 % (int)TD_ARRAY_LEN(ends)];
+            }
+            memset(a, 0x55, sizeof(a));
+            memset(b, 0x55, sizeof(b));
+            td_cpu_portable_ops.kv_encode((td_kv_codec_t)codec, x, head_dim, a[0], a[1]);
+            v->kv_encode((td_kv_codec_t)codec, x, head_dim, b[0], b[1]);
+            assert_memory_equal(a, b, sizeof(a));
+        }
     }
 }
 
@@ -183,13 +215,7 @@ static void products_have_the_same_bits(const td_cpu_ops_t *v)
 /* --- attention ---------------------------------------------------------------------------------
  */
 
-enum {
-    ATTENTION_TOKENS = 1200,
-    GROUP_MAX = 8,
-    HEAD_DIM_MAX = 128,
-    ATTENTION_KV_HEADS = 2,
-    SPANS_MAX = 3
-};
+enum { ATTENTION_TOKENS = 1200, GROUP_MAX = 8, ATTENTION_KV_HEADS = 2, SPANS_MAX = 3 };
 
 /* Random keys and values in blocks out of order. What nobody may see is not a number, and the last
  * visible value is infinite: it must reach the rows that see it, and only them. */
@@ -198,13 +224,16 @@ static void fill_pool(const td_kv_layout_t *kv, uint8_t *pool, const uint32_t *b
 {
     for (uint32_t t = 0; t < ATTENTION_TOKENS; t++) {
         for (uint32_t h = 0; h < 2 * kv->kv_heads; h++) {
-            uint8_t *at = pool + blocks[t / kv->block_tokens] * td_kv_block_bytes(kv) +
-                          td_kv_offset(kv, 1, h % 2 == 1, h / 2, t % kv->block_tokens);
+            const uint32_t token = t % kv->block_tokens;
+            uint8_t *block = pool + blocks[t / kv->block_tokens] * td_kv_block_bytes(kv);
+            float row[HEAD_DIM_MAX];
             for (uint32_t d = 0; d < kv->head_dim; d++) {
-                uint16_t half = td_cpu_f16_from_f32(random_float(seed, 2.0f));
-                half = t >= visible ? 0x7e00 : t + 1 == visible && h % 2 == 1 ? 0x7c00 : half;
-                memcpy(at + 2 * d, &half, sizeof(half));
+                row[d] = random_float(seed, 2.0f);
+                row[d] = t >= visible ? NAN : t + 1 == visible && h % 2 == 1 ? INFINITY : row[d];
             }
+            td_kv_row_encode(kv->codec, row, kv->head_dim,
+                             block + td_kv_offset(kv, 1, h % 2 == 1, h / 2, token),
+                             block + td_kv_scale_offset(kv, 1, h % 2 == 1, h / 2, token));
         }
     }
 }
@@ -295,11 +324,67 @@ static void attention_has_the_same_bits(const td_cpu_ops_t *v)
         for (size_t g = 0; g < TD_ARRAY_LEN(groups); g++) {
             for (size_t r = 0; r < TD_ARRAY_LEN(row_counts); r++) {
                 for (size_t p = 0; p < TD_ARRAY_LEN(positions); p++) {
-                    if (positions[p] < 300 || (g + r + d) % 3 == 0) { /* long ones take long */
+                    /* f16 has kernels of its own; the others differ from each other in what a
+                     * tile is loaded by alone, and long contexts take long. */
+                    const size_t turn = g + r + p + d;
+                    kv.codec = TD_KV_F16;
+                    if (positions[p] < 300 || (g + r + d) % 3 == 0) {
+                        attention_both(v, &kv, groups[g], row_counts[r], positions[p]);
+                    }
+                    kv.codec = (td_kv_codec_t)(1 + turn % (TD_KV_CODECS - 1));
+                    if (positions[p] < 300 || turn % 5 == 0) {
                         attention_both(v, &kv, groups[g], row_counts[r], positions[p]);
                     }
                 }
             }
+        }
+    }
+}
+
+/* A query that sees one token gives back its value: every code, on the way of every kernel. */
+static void codes_read_back_the_same(const td_cpu_ops_t *v)
+{
+    enum { GROUPS = 3 };
+    static const uint32_t groups[GROUPS] = {1, 7, 16};
+    static const uint32_t block = 0;
+    static float q[16 * HEAD_DIM_MAX];
+    static float out[16 * HEAD_DIM_MAX];
+    static uint8_t pool[16 * 4 * (HEAD_DIM_MAX + TD_KV_SCALE_BYTES)];
+    const float scale = 0.37f;
+    float want[HEAD_DIM_MAX];
+    td_cpu_scratch_t *scratch = NULL;
+    td_kv_layout_t kv = {.layers = 1, .kv_heads = 1, .block_tokens = 16};
+
+    for (uint32_t i = 0; i < (TD_KV_CODECS - 1) * GROUPS * 4; i++) {
+        const uint32_t group = groups[i / 4 % GROUPS];
+        td_cpu_attention_t job = {.pool = pool,
+                                  .kv = &kv,
+                                  .blocks = &block,
+                                  .rows = 1,
+                                  .group = group,
+                                  .scale = 1.0f,
+                                  .q = q,
+                                  .out = out,
+                                  .end = UINT32_MAX};
+        uint8_t *values = NULL;
+
+        kv.codec = (td_kv_codec_t)(1 + i / 4 / GROUPS);
+        kv.head_dim = i % 2 == 0 ? HEAD_DIM_MAX : 72;
+        job.q_stride = (size_t)group * kv.head_dim;
+        values = pool + td_kv_offset(&kv, 0, true, 0, 0);
+        for (uint32_t c = 0; c < td_kv_row_bytes(&kv); c++) {
+            values[c] = (uint8_t)((i & 2) * 64 + c);
+        }
+        memcpy(pool + td_kv_scale_offset(&kv, 0, true, 0, 0), &scale, sizeof(scale));
+        td_kv_row_decode(kv.codec, values, (const uint8_t *)&scale, kv.head_dim, want);
+        assert_int_equal(td_cpu_scratch_create(kv.head_dim, group, 0, &scratch), TD_OK);
+        v->attention(&job, scratch);
+        td_free(scratch);
+        for (uint32_t h = 0; h < group; h++) {
+            for (uint32_t d = 0; d < kv.head_dim; d++) {
+                want[d] += 0.0f; /* as a sum that begins at zero: -0 becomes 0 */
+            }
+            assert_same_bits(out + (size_t)h * kv.head_dim, want, kv.head_dim);
         }
     }
 }
@@ -314,6 +399,19 @@ static void test_products_have_the_same_bits(void **state)
 {
     (void)state;
     for_each_vector_ops(products_have_the_same_bits);
+}
+
+static void test_encoded_rows_have_the_same_bits(void **state)
+{
+    (void)state;
+    for_each_vector_ops(encoded_rows_have_the_same_bits);
+}
+
+static void test_codes_read_back_the_same(void **state)
+{
+    (void)state;
+    for_each_vector_ops(codes_read_back_the_same);
+    codes_read_back_the_same(&td_cpu_portable_ops);
 }
 
 static void test_attention_has_the_same_bits(void **state)
@@ -337,6 +435,8 @@ int main(void)
         cmocka_unit_test(test_find_knows_its_names),
         cmocka_unit_test(test_row_operations_have_the_same_bits),
         cmocka_unit_test(test_products_have_the_same_bits),
+        cmocka_unit_test(test_encoded_rows_have_the_same_bits),
+        cmocka_unit_test(test_codes_read_back_the_same),
         cmocka_unit_test(test_attention_has_the_same_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

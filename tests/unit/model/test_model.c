@@ -117,6 +117,7 @@ static double worst_relative_error(const tiny_t *tiny, rig_t *rig)
     double want[TINY_VOCAB];
     double worst = 0;
 
+    cache.codec = rig->info->kv.codec;
     for (uint32_t p = 0; p < TINY_TOKENS; p++) {
         const float *logits = NULL;
         double largest = 0;
@@ -134,7 +135,8 @@ static double worst_relative_error(const tiny_t *tiny, rig_t *rig)
     return worst;
 }
 
-static void compare_with_textbook(const tiny_spec_t *spec, td_precision_t precision, double limit)
+static void compare_with_textbook(const tiny_spec_t *spec, td_precision_t precision,
+                                  td_kv_codec_t codec, double limit)
 {
     td_model_options_t options = default_options();
     td_gguf_t *gguf = NULL;
@@ -143,12 +145,13 @@ static void compare_with_textbook(const tiny_spec_t *spec, td_precision_t precis
     rig_t rig;
 
     options.precision = precision;
+    options.kv_codec = codec;
     tiny_init(&tiny, spec);
     assert_int_equal(td_gguf_open_bytes(tiny.bytes, tiny.len, &gguf), TD_OK);
     rig_init(&rig, gguf, &options, 1, TINY_TOKENS);
     worst = worst_relative_error(&tiny, &rig);
-    print_message("type %d precision %d: worst relative error %.2e\n", (int)spec->type,
-                  (int)precision, worst);
+    print_message("type %d precision %d %s: worst relative error %.2e\n", (int)spec->type,
+                  (int)precision, td_kv_codec_name(codec), worst);
     assert_true(worst < limit);
     rig_fini(&rig);
     td_gguf_close(gguf);
@@ -164,11 +167,21 @@ static void test_tiny_models_match_the_textbook(void **state)
         tiny_spec_t spec = {.type = all_types[i], .untied = i % 2 == 1};
         for (int precision = TD_PRECISION_FAST; precision <= TD_PRECISION_EXACT; precision++) {
             bool int8 = !is_float && precision != TD_PRECISION_EXACT;
-            compare_with_textbook(&spec, (td_precision_t)precision, int8 ? 0.1 : 1e-3);
+            compare_with_textbook(&spec, (td_precision_t)precision, TD_KV_F16, int8 ? 0.1 : 1e-3);
         }
     }
     compare_with_textbook(&(tiny_spec_t){.type = TD_GGUF_F32, .rope_dim = 8}, TD_PRECISION_EXACT,
-                          1e-3);
+                          TD_KV_F16, 1e-3);
+}
+
+static void test_codecs_match_the_textbook(void **state)
+{
+    const tiny_spec_t spec = {.type = TD_GGUF_F32};
+    (void)state;
+
+    for (uint32_t codec = 0; codec < TD_KV_CODECS; codec++) {
+        compare_with_textbook(&spec, TD_PRECISION_EXACT, (td_kv_codec_t)codec, 1e-3);
+    }
 }
 
 /* Loads the same bytes twice and compares KV and logits of chunked prefills. */
@@ -202,6 +215,7 @@ static void test_tiny_models_have_the_same_bits_on_every_isa(void **state)
 {
     static const td_isa_t isas[] = {TD_ISA_AVX2, TD_ISA_AVX512};
     static const char *const names[] = {"avx2", "avx512"};
+    uint32_t turn = 0;
     (void)state;
     for (size_t v = 0; v < TD_ARRAY_LEN(isas); v++) {
         for (size_t i = 0; td_cpu_ops_find(names[v]) != NULL && i < TD_ARRAY_LEN(all_types); i++) {
@@ -213,6 +227,7 @@ static void test_tiny_models_have_the_same_bits_on_every_isa(void **state)
                 portable.isa = TD_ISA_PORTABLE;
                 vectors.isa = isas[v];
                 portable.threads = 1;
+                portable.kv_codec = vectors.kv_codec = (td_kv_codec_t)(turn++ % TD_KV_CODECS);
                 compare_rigs(&spec, &portable, &vectors, 1, 37);
                 compare_rigs(&spec, &portable, &vectors, TINY_TOKENS, 5);
             }
@@ -229,7 +244,10 @@ static void test_block_size_and_threads_change_no_bit(void **state)
 
     b.block_tokens = 48; /* tiles of 32 then cross blocks */
     b.threads = 5;       /* more than heads, panels or rows in places */
-    compare_rigs(&spec, &a, &b, 16, 29);
+    for (uint32_t codec = 0; codec < TD_KV_CODECS; codec++) {
+        a.kv_codec = b.kv_codec = (td_kv_codec_t)codec;
+        compare_rigs(&spec, &a, &b, 16, 29);
+    }
 }
 
 /* --- refusals ----------------------------------------------------------------------------------
@@ -296,7 +314,7 @@ static void test_load_refuses_malformed_models(void **state)
 static void test_load_refuses_bad_options(void **state)
 {
     const tiny_spec_t spec = {.type = TD_GGUF_F32};
-    td_model_options_t bad[9];
+    td_model_options_t bad[10];
     (void)state;
 
     for (size_t i = 0; i < TD_ARRAY_LEN(bad); i++) {
@@ -311,6 +329,7 @@ static void test_load_refuses_bad_options(void **state)
     bad[6].block_tokens = 24;
     bad[7].context_max = TINY_CONTEXT + 1;
     bad[8].precision = (td_precision_t)3;
+    bad[9].kv_codec = (td_kv_codec_t)TD_KV_CODECS;
     for (size_t i = 0; i < TD_ARRAY_LEN(bad); i++) {
         assert_int_equal(try_load(&spec, &bad[i]), TD_ERR_INVALID);
     }
@@ -474,6 +493,7 @@ enum { REAL_TOKENS = 70, REAL_SEQUENCES = 8, PORTABLE_TOKENS = 2, SCRAMBLED_TOKE
 #else
 enum { REAL_TOKENS = 260, REAL_SEQUENCES = 8, PORTABLE_TOKENS = 6, SCRAMBLED_TOKENS = 100 };
 #endif
+enum { CODEC_TOKENS = 45 }; /* two tiles, three blocks */
 
 typedef struct real {
     td_gguf_t *gguf;
@@ -656,10 +676,108 @@ static void test_threads_and_isa_change_no_bit(void **state)
     rig_fini(&other);
 }
 
+/* I1 within each codec: a sequence's tokens in any chunks, by any number of threads and any
+ * instruction set; blocks and logits. */
+static void codec_changes_no_bit(const real_t *real, td_kv_codec_t codec)
+{
+    static const uint32_t chunks[] = {1, 4, 29};
+    static const uint32_t threads[] = {1, 3};
+    td_model_options_t options = default_options();
+    float *logits = td_calloc(real->rig.info->vocab_size, sizeof(*logits));
+    rig_t want;
+    rig_t got;
+
+    assert_non_null(logits);
+    options.kv_codec = codec;
+    rig_init(&want, real->gguf, &options, 1, CODEC_TOKENS);
+    prefill(&want, 0, CODEC_TOKENS, CODEC_TOKENS, real->a);
+    for (size_t i = 0; i < TD_ARRAY_LEN(chunks); i++) {
+        options.threads = threads[i % TD_ARRAY_LEN(threads)];
+        options.isa = i > 0 && td_cpu_ops_find("avx2") != NULL ? TD_ISA_AVX2 : TD_ISA_AUTO;
+        rig_init(&got, real->gguf, &options, 1, CODEC_TOKENS);
+        memset(got.pool, 0x7e, got.pool_bytes); /* what is not written must not be looked at */
+        prefill(&got, 0, CODEC_TOKENS, chunks[i], logits);
+        assert_same_bits(real->a, logits, want.info->vocab_size);
+        rig_fini(&got);
+    }
+    prefill(&want, 0, PORTABLE_TOKENS, 1, real->a);
+    options.isa = TD_ISA_PORTABLE;
+    rig_init(&got, real->gguf, &options, 1, CODEC_TOKENS);
+    prefill(&got, 0, PORTABLE_TOKENS, PORTABLE_TOKENS, logits);
+    assert_same_bits(real->a, logits, want.info->vocab_size);
+    rig_fini(&got);
+    rig_fini(&want);
+    td_free(logits);
+}
+
+/* ... and whatever runs beside it. */
+static void codec_batch_changes_no_bit(const real_t *real, td_kv_codec_t codec)
+{
+    enum { TOGETHER = 5 };
+    const size_t vocab = real->rig.info->vocab_size;
+    td_model_options_t options = default_options();
+    float *alone = td_calloc(TOGETHER * vocab, sizeof(float));
+    const float *logits = NULL;
+    rig_t rig;
+
+    assert_non_null(alone);
+    options.kv_codec = codec;
+    rig_init(&rig, real->gguf, &options, TOGETHER, CODEC_TOKENS);
+    for (uint32_t s = 0; s < TOGETHER; s++) {
+        prefill(&rig, s, 6 + 8 * s, 64, real->a);
+        set_row(&rig, 0, s, 6 + 8 * s, true);
+        assert_int_equal(td_model_forward(rig.model, rig.pool, rig.rows, 1, 0, NULL, NULL, &logits),
+                         TD_OK);
+        memcpy(alone + s * vocab, logits, vocab * sizeof(float));
+    }
+    for (uint32_t s = 0; s < TOGETHER; s++) {
+        set_row(&rig, s, s, 6 + 8 * s, true);
+    }
+    assert_int_equal(
+        td_model_forward(rig.model, rig.pool, rig.rows, TOGETHER, 0, NULL, NULL, &logits), TD_OK);
+    assert_same_bits(alone, logits, TOGETHER * vocab);
+    rig_fini(&rig);
+    td_free(alone);
+}
+
+static void test_every_codec_keeps_its_bits(void **state)
+{
+    const real_t *real = *state;
+
+    for (uint32_t codec = 0; codec < TD_KV_CODECS; codec++) {
+        codec_changes_no_bit(real, (td_kv_codec_t)codec);
+        codec_batch_changes_no_bit(real, (td_kv_codec_t)codec);
+    }
+}
+
+/* Codecs are different numbers: a mistake that ignores the option would pass the test above. */
+static void test_codecs_differ(void **state)
+{
+    real_t *real = *state;
+    td_model_options_t options = default_options();
+    double distance[TD_KV_CODECS] = {0};
+    rig_t rig;
+
+    prefill(&real->rig, 0, 40, 40, real->a);
+    for (uint32_t codec = 1; codec < TD_KV_CODECS; codec++) {
+        options.kv_codec = (td_kv_codec_t)codec;
+        rig_init(&rig, real->gguf, &options, 1, 40);
+        prefill(&rig, 0, 40, 40, real->b);
+        for (uint32_t i = 0; i < rig.info->vocab_size; i++) {
+            distance[codec] += fabs((double)real->a[i] - (double)real->b[i]);
+        }
+        rig_fini(&rig);
+    }
+    assert_true(distance[TD_KV_I8] > 0);
+    assert_true(distance[TD_KV_F8_E4M3] > distance[TD_KV_I8]);
+    assert_true(distance[TD_KV_F4_E2M1] > distance[TD_KV_F8_E4M3]);
+}
+
 int main(void)
 {
     const struct CMUnitTest tiny[] = {
         cmocka_unit_test(test_tiny_models_match_the_textbook),
+        cmocka_unit_test(test_codecs_match_the_textbook),
         cmocka_unit_test(test_tiny_models_have_the_same_bits_on_every_isa),
         cmocka_unit_test(test_block_size_and_threads_change_no_bit),
         cmocka_unit_test(test_load_refuses_malformed_models),
@@ -676,6 +794,8 @@ int main(void)
         cmocka_unit_test(test_cut_heads_change_no_bit),
         cmocka_unit_test(test_threads_and_isa_change_no_bit),
         cmocka_unit_test(test_split_contexts_change_no_bit),
+        cmocka_unit_test(test_every_codec_keeps_its_bits),
+        cmocka_unit_test(test_codecs_differ),
     };
     int failed = cmocka_run_group_tests(tiny, NULL, NULL);
 #if defined(__SANITIZE_THREAD__)

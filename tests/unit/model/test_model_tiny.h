@@ -118,8 +118,8 @@ static inline void tiny_put_group(tiny_t *t, td_gguf_type_t type, double *v)
         largest = fmax(largest, fabs(v[i]));
     }
     if (type == TD_GGUF_Q8_0) {
-        uint16_t half = td_cpu_f16_from_f32((float)(largest / 127));
-        double d = (double)td_cpu_f32_from_f16(half);
+        uint16_t half = td_f16_from_f32((float)(largest / 127));
+        double d = (double)td_f32_from_f16(half);
         tiny_put_half(t, half);
         for (int i = 0; i < 32; i++) {
             int8_t byte = (int8_t)fmax(-127, fmin(127, rint(v[i] / d)));
@@ -129,10 +129,10 @@ static inline void tiny_put_group(tiny_t *t, td_gguf_type_t type, double *v)
         return;
     }
     uint16_t scale =
-        td_cpu_f16_from_f32((float)(type == TD_GGUF_Q4_1 ? (high - low) / 15 : largest / 8));
-    uint16_t minimum = td_cpu_f16_from_f32((float)low);
-    double d = (double)td_cpu_f32_from_f16(scale);
-    double m = type == TD_GGUF_Q4_1 ? (double)td_cpu_f32_from_f16(minimum) : -8 * d;
+        td_f16_from_f32((float)(type == TD_GGUF_Q4_1 ? (high - low) / 15 : largest / 8));
+    uint16_t minimum = td_f16_from_f32((float)low);
+    double d = (double)td_f32_from_f16(scale);
+    double m = type == TD_GGUF_Q4_1 ? (double)td_f32_from_f16(minimum) : -8 * d;
     tiny_put_half(t, scale);
     if (type == TD_GGUF_Q4_1) {
         tiny_put_half(t, minimum);
@@ -155,11 +155,11 @@ static inline void tiny_put_values(tiny_t *t, td_gguf_type_t type, double *v, si
             tiny_put(t, &f, sizeof(f));
             v[i] = (double)f;
         } else if (type == TD_GGUF_F16) {
-            uint16_t half = td_cpu_f16_from_f32(f);
+            uint16_t half = td_f16_from_f32(f);
             tiny_put_half(t, half);
-            v[i] = (double)td_cpu_f32_from_f16(half);
+            v[i] = (double)td_f32_from_f16(half);
         } else if (type == TD_GGUF_BF16) {
-            uint16_t half = (uint16_t)(td_cpu_bits_from_float(f) >> 16);
+            uint16_t half = (uint16_t)(td_bits_from_float(f) >> 16);
             tiny_put_half(t, half);
             v[i] = (double)td_cpu_f32_from_bf16(half);
         } else if (i % 32 == 0) {
@@ -388,10 +388,30 @@ static inline void tiny_rotate(double *head, uint32_t rope_dim, uint32_t positio
 
 static inline double tiny_as_f16(double x)
 {
-    return (double)td_cpu_f32_from_f16(td_cpu_f16_from_f32((float)x));
+    return (double)td_f32_from_f16(td_f16_from_f32((float)x));
+}
+
+/* A row as a codec keeps it, from the formats' definitions alone. */
+static inline void tiny_keep(td_kv_codec_t codec, double *row)
+{
+    const int bits = codec == TD_KV_F8_E4M3 ? 3 : 1; /* of the mantissa */
+    const int lowest = codec == TD_KV_F8_E4M3 ? -6 : 0;
+    const double limit = codec == TD_KV_F8_E4M3 ? 448 : codec == TD_KV_I8 ? 127 : 6;
+    double largest = 0;
+
+    for (int i = 0; i < TINY_HEAD_DIM; i++) {
+        largest = fmax(largest, fabs(row[i]));
+    }
+    for (int i = 0; i < TINY_HEAD_DIM; i++) {
+        const double x = row[i] / largest * limit;
+        const double step =
+            codec == TD_KV_I8 || x == 0 ? 1 : exp2(fmax(floor(log2(fabs(x))), lowest) - bits);
+        row[i] = codec == TD_KV_F16 ? tiny_as_f16(row[i]) : rint(x / step) * step * largest / limit;
+    }
 }
 
 typedef struct tiny_cache {
+    td_kv_codec_t codec;
     double k[TINY_LAYERS][TINY_CONTEXT][TINY_KV_DIM];
     double v[TINY_LAYERS][TINY_CONTEXT][TINY_KV_DIM];
 } tiny_cache_t;
@@ -450,9 +470,9 @@ static inline void tiny_forward(const tiny_t *t, tiny_cache_t *c, uint32_t token
         for (int h = 0; h < TINY_KV_HEADS; h++) {
             tiny_rotate(k + h * TINY_HEAD_DIM, rope_dim, position);
         }
-        for (int i = 0; i < TINY_KV_DIM; i++) {
-            k[i] = tiny_as_f16(k[i]);
-            v[i] = tiny_as_f16(v[i]);
+        for (int h = 0; h < TINY_KV_HEADS; h++) {
+            tiny_keep(c->codec, k + h * TINY_HEAD_DIM);
+            tiny_keep(c->codec, v + h * TINY_HEAD_DIM);
         }
         tiny_attend(c, layer, position, q, a);
         tiny_matvec(t, TINY_NAME("attn_output"), a, TINY_Q_DIM, TINY_DIM, y);

@@ -50,6 +50,7 @@ static int setup(void **state)
     td_bus_config_t bus = {.bind = "tcp://127.0.0.1:*", .id = TD_ROUTER_ID, .incarnation = 77};
     rtr_loop_config_t loop = {.block_tokens = BLOCK_TOKENS,
                               .block_bytes = 4096,
+                              .kv_codec = "f16",
                               .queue_max = 2,
                               .queue_ms = 300,
                               .request_timeout_ms = 60000};
@@ -150,12 +151,14 @@ static const td_msg_t *expect(fixture_t *fx, node_t *node, td_msg_type_t type)
     return NULL;
 }
 
-static void register_node(fixture_t *fx, node_t *node, const char *numerics, bool is_master)
+/* Of a node whose KV is stored by `codec`; key_codec: the one its key is made with. */
+static void register_as(fixture_t *fx, node_t *node, const char *numerics, bool is_master,
+                        const char *codec, const char *key_codec)
 {
     td_block_root_fields_t fields = {.fingerprint = fx->fingerprint,
                                      .numerics_class = numerics,
                                      .layout_version = TD_KV_LAYOUT_VERSION,
-                                     .codec = TD_KV_CODEC_F16,
+                                     .codec = key_codec,
                                      .block_tokens = BLOCK_TOKENS,
                                      .adapter = "",
                                      .salt = ""};
@@ -173,6 +176,7 @@ static void register_node(fixture_t *fx, node_t *node, const char *numerics, boo
                               .store_master = is_master};
     r->http = "127.0.0.1:1";
     r->numerics_class = numerics;
+    r->kv_codec = node->role == TD_ROLE_KVSTORE ? "" : codec;
     r->version = "0";
     r->context_max = 4096;
     if (node->role != TD_ROLE_KVSTORE) {
@@ -182,6 +186,11 @@ static void register_node(fixture_t *fx, node_t *node, const char *numerics, boo
     }
     r->probe_key = (td_bytes_t){probe.bytes, TD_BLOCK_KEY_BYTES};
     send_to_router(node, &msg);
+}
+
+static void register_node(fixture_t *fx, node_t *node, const char *numerics, bool is_master)
+{
+    register_as(fx, node, numerics, is_master, "f16", "f16");
 }
 
 static node_t *make_node(fixture_t *fx, td_role_t role, const char *id)
@@ -881,6 +890,21 @@ static void test_nodes_that_do_not_fit_are_refused(void **state)
     assert_int_equal(td_metric_get(fx->metrics.registrations_refused), 3);
 }
 
+static void test_nodes_of_another_kv_codec_are_refused(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *node = NULL;
+
+    (void)add_node(fx, TD_ROLE_PREFILL, "p1");
+    node = make_node(fx, TD_ROLE_DECODE, "d1");
+    register_as(fx, node, "cpu/mixed/r1", false, "i8", "i8");
+    expect_refusal(fx, node, "wrong KV codec: it is \"i8\", the cluster's is \"f16\"");
+    register_as(fx, node, "cpu/mixed/r1", false, "f16", "i8"); /* its blocks' names would differ */
+    expect_refusal(fx, node, "block keys differ");
+    register_node(fx, node, "cpu/mixed/r1", false);
+    assert_true(expect(fx, node, TD_MSG_REGISTERED)->u.registered.accepted);
+}
+
 static void test_a_store_with_another_secret_is_refused(void **state)
 {
     fixture_t *fx = *state;
@@ -974,6 +998,7 @@ int main(void)
         T(test_an_overdue_request_is_504),
         T(test_a_named_node_must_be_live),
         T(test_nodes_that_do_not_fit_are_refused),
+        T(test_nodes_of_another_kv_codec_are_refused),
         T(test_a_store_with_another_secret_is_refused),
         T(test_an_id_in_use_is_refused),
         T(test_peers_are_told_and_one_master_named),

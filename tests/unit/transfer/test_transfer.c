@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -62,9 +63,9 @@ static int setup_with(void **state, const char *tls)
     assert_int_equal(td_transfer_create(&config, &ends->owner), TD_OK);
     config.incarnation = 22;
     assert_int_equal(td_transfer_create(&config, &ends->reader), TD_OK);
-    assert_int_equal(td_pool_create(td_transfer_memory(ends->owner), BLOCKS, BLOCK_BYTES,
-                                    &ends->owner_pool),
-                     TD_OK);
+    assert_int_equal(
+        td_pool_create(td_transfer_memory(ends->owner), BLOCKS, BLOCK_BYTES, &ends->owner_pool),
+        TD_OK);
     td_transfer_set_pool(ends->owner, ends->owner_pool);
     for (uint32_t i = 0; i < BLOCKS; i++) {
         memset(td_pool_bytes(ends->owner_pool, i), (int)i + 1, BLOCK_BYTES);
@@ -175,7 +176,8 @@ static void test_fetch_from_unknown_peer_is_peer_dead(void **state)
 static void test_fetch_outside_the_peers_pool_is_invalid(void **state)
 {
     ends_t *ends = *state;
-    td_fetch_piece_t piece = {.block = BLOCKS, .bytes = 8, .dest = td_transfer_memory(ends->reader)};
+    td_fetch_piece_t piece = {
+        .block = BLOCKS, .bytes = 8, .dest = td_transfer_memory(ends->reader)};
     td_fetch_t fetch = fetch_of(&piece, 1);
 
     assert_int_equal(td_transfer_fetch(ends->reader, &fetch), TD_OK);
@@ -215,6 +217,34 @@ static void test_fetch_ends_when_its_peer_is_removed(void **state)
     assert_int_equal(fetch.status, TD_ERR_PEER_DEAD);
 }
 
+/* I6: a peer that answers nothing holds its share of the fetches under way, not all of them. */
+static void test_i6_fetches_from_one_peer_are_bounded(void **state)
+{
+    enum { MANY = TD_TRANSFER_PEER_OPS_MAX + 40 };
+    ends_t *ends = *state;
+    td_fetch_piece_t piece = {.epoch = td_pool_epoch(ends->owner_pool, 0),
+                              .bytes = 8,
+                              .dest = td_transfer_memory(ends->reader)};
+    td_fetch_t *fetches = test_calloc(MANY, sizeof(*fetches));
+    uint32_t busy = 0;
+
+    td_transfer_peer_remove(ends->owner, 22); /* so it will not answer */
+    for (uint32_t i = 0; i < MANY; i++) {
+        fetches[i] = fetch_of(&piece, 1);
+        while (td_transfer_fetch(ends->reader, &fetches[i]) != TD_OK) {
+            (void)sched_yield(); /* its queue of commands is bounded as well */
+        }
+    }
+    wait_done(40);
+    td_transfer_peer_remove(ends->reader, 11);
+    wait_done(MANY);
+    for (uint32_t i = 0; i < MANY; i++) {
+        busy += fetches[i].status == TD_ERR_BUSY;
+    }
+    assert_int_equal(busy, 40);
+    test_free(fetches);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -231,6 +261,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_fetch_past_its_deadline_times_out, setup_tcp,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_fetch_ends_when_its_peer_is_removed, setup_tcp,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i6_fetches_from_one_peer_are_bounded, setup_tcp,
                                         teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -35,6 +35,34 @@ static td_msg_t roundtrip(td_msg_t *msg, td_msg_arena_t **arena)
     return out;
 }
 
+static void test_register_keeps_every_text(void **state)
+{
+    td_msg_t msg = {.type = TD_MSG_REGISTER,
+                    .u.reg = {.self = {.id = "p1",
+                                       .role = TD_ROLE_PREFILL,
+                                       .incarnation = 4,
+                                       .endpoint = "tcp://a:1"},
+                              .http = "a:2",
+                              .fingerprint = {keys[0].bytes, 0},
+                              .numerics_class = "cpu/mixed/r2",
+                              .kv_codec = "f8_e4m3",
+                              .probe_key = {keys[1].bytes, TD_BLOCK_KEY_BYTES},
+                              .context_max = 8192,
+                              .version = "7"}};
+    td_msg_arena_t *arena = NULL;
+    const td_msg_t got = roundtrip(&msg, &arena);
+    (void)state;
+
+    assert_string_equal(got.u.reg.self.id, "p1");
+    assert_string_equal(got.u.reg.http, "a:2");
+    assert_string_equal(got.u.reg.numerics_class, "cpu/mixed/r2");
+    assert_string_equal(got.u.reg.kv_codec, "f8_e4m3");
+    assert_string_equal(got.u.reg.version, "7");
+    assert_int_equal(got.u.reg.context_max, 8192);
+    assert_memory_equal(got.u.reg.probe_key.at, keys[1].bytes, TD_BLOCK_KEY_BYTES);
+    td_msg_arena_free(arena);
+}
+
 static td_msg_work_t sample_work(void)
 {
     static const td_bytes_t stops[2] = {{(const uint8_t *)"a", 1}, {(const uint8_t *)"\0b", 2}};
@@ -311,6 +339,7 @@ static void test_i6_msg_refuses_what_unpacks_to_far_more(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_register_keeps_every_text),
         cmocka_unit_test(test_msg_work_survives_the_wire),
         cmocka_unit_test(test_msg_kv_ready_survives_the_wire),
         cmocka_unit_test(test_msg_store_lists_survive_the_wire),

@@ -1,0 +1,131 @@
+"""KV codecs through the whole cluster: bit-equal to one process, cold, again and from caches; and who
+stores KV another way is refused."""
+import json
+import os
+import subprocess
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from cluster import ROOT, Cluster, main, test, wait_until
+
+MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
+STEPS = 12
+BYTES_PER_TOKEN = {"f16": 23040, "f8_e4m3": 12240, "i8": 12240, "f4_e2m1": 6480}
+
+
+def prompts():
+    """id lists: under a block, and several blocks with a partial one."""
+    with open(os.path.join(ROOT, "tests/data/reference_smollm2.jsonl"), encoding="utf-8") as file:
+        jobs = [json.loads(line) for line in file]
+    return [job["ids"] for job in jobs if job["id"] in ("v00", "v10", "v15", "v20")]
+
+
+def one_process(options, codec):
+    """[(ids, hashes)] of tandem-bench eval, in a single process."""
+    jobs = "".join(json.dumps({"id": str(i), "ids": ids, "gen": STEPS, "topk": 0, "hashes": True})
+                   + "\n" for i, ids in enumerate(prompts()))
+    out = subprocess.run([os.path.join(options.bin, "tandem-bench"), "eval", "--model", MODEL,
+                          "--threads", "2", "--kv-codec", codec],
+                         input=jobs, capture_output=True, text=True, check=True)
+    results = [json.loads(line) for line in out.stdout.splitlines()]
+    return [(result["greedy"], result["logits_xxh"]) for result in results]
+
+
+def ask_all(cluster, **parameters):
+    """[(ids, hashes)] of greedy completions, and how many prompt tokens came from caches."""
+    answers, cached = [], 0
+    for ids in prompts():
+        reply = cluster.complete(ids, max_tokens=STEPS, temperature=0, **parameters)
+        tandem = reply.json["tandem"]
+        answers.append((tandem["tokens"][0], tandem["logits_xxh"][0]))
+        cached += reply.usage["prompt_tokens_details"]["cached_tokens"]
+    return answers, cached
+
+
+def check_codec(options, codec):
+    expected = one_process(options, codec)
+    with Cluster(options.bin, prefill=2, decode=2, kv_codec=codec,
+                 router_args=["--allow-placement"]) as c:
+        for node in ("prefill-1", "decode-2"):
+            assert f"codec={codec} bytes_per_token={BYTES_PER_TOKEN[codec]} " in c.log(node)
+        first = {"prefill": "prefill-1", "decode": "decode-1"}
+        cold, cold_cached = ask_all(c, tandem=first)  # the prompts may share a first block
+        assert cold == expected
+        again, cached = ask_all(c, tandem=first)
+        assert again == expected
+        assert cached > cold_cached, "the second run is of cached prefixes"
+        full = sum(len(ids) // 16 for ids in prompts())
+        c.wait_until(lambda: c.metrics("kvstore-1")["tandem_kvstore_keys"] >= full, 10,
+                     "blocks in the store")
+        stored, cached = ask_all(c, tandem={"prefill": "prefill-2", "decode": "decode-2"})
+        assert stored == expected
+        assert cached > 0
+        series = c.metrics("prefill-2")
+        assert series['tandem_prefill_prompt_tokens_total{source="store"}'] > 0
+        assert series["tandem_prefill_checksum_failures_total"] == 0
+    return expected
+
+
+@test
+def test_i1_i8_blocks_through_the_cluster(options):
+    assert check_codec(options, "i8") != one_process(options, "f16"), "the codec is used"
+
+
+@test
+def test_i1_f8_blocks_through_the_cluster(options):
+    assert check_codec(options, "f8_e4m3") != one_process(options, "i8")
+
+
+@test
+def test_i1_f4_blocks_through_the_cluster(options):
+    check_codec(options, "f4_e2m1")
+
+
+@test
+def test_i1_codec_from_the_environment(options):
+    """local.sh without --kv-codec leaves the choice to the programs' other sources."""
+    with Cluster(options.bin, kvstore=0, router_args=["--allow-placement"],
+                 env={"TANDEM_KV_CODEC": "i8"}) as c:
+        assert ask_all(c)[0] == one_process(options, "i8")
+
+
+@test
+def test_nodes_of_another_codec_are_refused(options):
+    with Cluster(options.bin, kvstore=0, kv_codec="i8", kv_memory="256M") as c:
+        with open(os.path.join(c.run_dir, "router.ready"), encoding="utf-8") as file:
+            endpoint = file.read().split()[1]
+        secret = os.path.join(c.run_dir, "cluster.secret")
+        log_path = os.path.join(c.run_dir, "stranger.log")
+        # The same size of block, so that nothing but the name of the codec tells them apart.
+        with open(log_path, "wb") as log:
+            stranger = subprocess.Popen(
+                [os.path.join(options.bin, "tandem-prefill"), "--id", "stranger", "--router",
+                 endpoint, "--cluster-secret-file", secret, "--model", MODEL, "--kv-memory", "64M",
+                 "--kv-codec", "f8_e4m3"],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=c.env)
+
+        def told():
+            with open(log_path, encoding="utf-8", errors="replace") as file:
+                return any("router refused us" in line and "wrong KV codec" in line and
+                           "f8_e4m3" in line and "i8" in line for line in file)
+        try:
+            wait_until(told, c.timeout_s, "the router says what differs")
+        finally:
+            stranger.terminate()
+            stranger.wait()
+        assert "stranger" not in c.request("GET", "/").body.decode()
+        assert c.chat("Hello!", max_tokens=4).text
+
+
+@test
+def test_a_wrong_codec_is_told_the_names(options):
+    for program in ("router", "prefill", "decode"):
+        done = subprocess.run([os.path.join(options.bin, f"tandem-{program}"), "--kv-codec", "q8"],
+                              capture_output=True, text=True, check=False)
+        assert done.returncode == 2, done
+        assert "kv-codec" in done.stderr and "'q8'" in done.stderr
+        assert "f16|f8_e4m3|i8|f4_e2m1" in done.stderr, done.stderr
+
+
+if __name__ == "__main__":
+    main(__doc__)
