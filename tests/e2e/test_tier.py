@@ -57,23 +57,27 @@ def tokens_of(reply):
     return reply.usage["prompt_tokens"] // BLOCK * BLOCK
 
 
-def go_cold(c, salt):
-    """A prompt that is asked and then driven out of the store's memory."""
-    first = c.ask(salt, "prefill-1")
-    full = tokens_of(first) // BLOCK
+SALTS = ("one", "two", "three")  # a busy machine may be slower than a lookup waits, but not thrice
+
+
+def go_cold(c):
+    """Prompts that are asked and then driven out of the store's memory. Returns the first answer."""
+    replies = [c.ask(salt, "prefill-1") for salt in SALTS]
+    full = tokens_of(replies[0]) // BLOCK
     c.fill(3 + 45 // full)
-    c.wait_until(lambda: c.store("cold_keys") >= full, 10, "blocks on disk")
-    return first
+    c.wait_until(lambda: c.store("cold_keys") >= full * len(SALTS), 10, "blocks on disk")
+    return replies[0]
 
 
 @test
 def test_blocks_on_disk_are_a_hit(options):
     with TierCluster(options) as c:
-        first = go_cold(c, "one")
-        again = c.ask("one", "prefill-2")
-        assert again.text == first.text
-        assert cached(again) >= tokens_of(first) - BLOCK, cached(again)
-        assert c.from_store("prefill-2") == cached(again)
+        first = go_cold(c)
+        again = [c.ask(salt, "prefill-2") for salt in SALTS]
+        assert all(reply.text == first.text for reply in again)
+        most = max(cached(reply) for reply in again)
+        assert most >= tokens_of(first) - BLOCK, most
+        assert c.from_store("prefill-2") == sum(cached(reply) for reply in again)
         assert c.store("promoted_blocks_total") > 0
         assert c.store('tier_gets_total{result="corrupt"}') == 0
 
@@ -82,7 +86,7 @@ def test_blocks_on_disk_are_a_hit(options):
 def test_blocks_on_disk_survive_a_killed_store(options):
     for io in ("uring", "pread"):
         with TierCluster(options, "--tier-io", io) as c:
-            first = go_cold(c, "one")
+            first = go_cold(c)
             full = tokens_of(first) // BLOCK
             c.restart("kvstore-1")
             c.wait_until(lambda: c.store("cold_keys") >= full, 20, "the disk's blocks are known")
@@ -92,10 +96,11 @@ def test_blocks_on_disk_survive_a_killed_store(options):
             c.wait_until(lambda: c.ask(f"x{time.monotonic_ns()}", "prefill-2")
                          and c.store('puts_total{result="stored"}') > 0, 20, "the store is asked")
             before = c.from_store("prefill-2")
-            again = c.ask("one", "prefill-2")
-            assert again.text == first.text
-            assert cached(again) > 0, "the prefix comes from the disk"
-            assert c.from_store("prefill-2") - before == cached(again)
+            again = [c.ask(salt, "prefill-2") for salt in SALTS]
+            assert all(reply.text == first.text for reply in again)
+            hits = sum(cached(reply) for reply in again)
+            assert hits > 0, "prefixes come from the disk"
+            assert c.from_store("prefill-2") - before == hits
             assert c.store("promoted_blocks_total") > 0
 
 
@@ -121,14 +126,14 @@ def test_i6_stuck_writes_stop_neither_eviction_nor_serving(options):
 @test
 def test_i6_stuck_reads_cost_a_lookup_its_wait_only(options):
     with TierCluster(options, "--fault", "tier_read:hang") as c:
-        first = go_cold(c, "one")
-        again = c.ask("one", "prefill-2")
+        first = go_cold(c)
+        again = c.ask(SALTS[0], "prefill-2")
         assert again.text == first.text
         assert cached(again) < tokens_of(first) - BLOCK, "it is computed"
         lookups = c.metrics("prefill-2")
         assert lookups['tandem_prefill_store_lookups_total{outcome="timeout"}'] == 0
         assert c.store('held_lookups_total{result="timeout"}') > 0
-        assert c.ask("two", "prefill-1").text == first.text
+        assert c.ask("four", "prefill-1").text == first.text
 
 
 if __name__ == "__main__":
