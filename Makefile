@@ -15,6 +15,8 @@ PKGS := ucx libzmq libprotobuf-c libsodium libmicrohttpd jansson libpcre2-8 libu
 # Only what compiles asks pkg-config, so that a bare machine can run the set-up targets.
 PKG_CFLAGS = $(shell pkg-config --cflags $(PKGS))
 PKG_LIBS = $(shell pkg-config --libs $(PKGS))
+# The store's cold tier: what links libkvstore.a needs them.
+TIER_LIBS = $(shell pkg-config --libs liburing lmdb)
 CMOCKA_LIBS = $(shell pkg-config --libs cmocka)
 
 VERSION := 0.1.0

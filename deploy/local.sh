@@ -21,6 +21,8 @@ usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
   --kv-codec C      how KV is stored: f16, f8_e4m3, i8 or f4_e2m1 [f16]
   --threads N       compute threads of each node [all CPUs; fewer with more than two nodes]
   --kv-memory SIZE  KV pool of each node, e.g. 512M [the nodes' own default]
+  --tier-dir DIR    folder of the stores' cold tiers, one below it for each store [no cold tier]
+  --tier-bytes SIZE size of each of them [8G]
   --timeout S       seconds to come up [60]
   --router-args, --prefill-args, --decode-args, --kvstore-args "FLAGS"
                     further flags for every process of a kind
@@ -40,7 +42,7 @@ routers=1 prefills=1 decodes=1 kvstores=1
 host=127.0.0.1 port=8000 base_port=0
 model=$top/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 dir=$top/build/run bin=$top/build/bin
-precision=mixed kv_codec='' threads='' kv_memory='' timeout=60
+precision=mixed kv_codec='' threads='' kv_memory='' tier_dir='' tier_bytes=8G timeout=60
 declare -A kind_args=([router]='' [prefill]='' [decode]='' [kvstore]='')
 declare -A args_of=()
 router_flags=()
@@ -88,6 +90,8 @@ parse_options() {
         --precision) precision=$2 ;;
         --kv-codec) kv_codec=$2 ;;
         --kv-memory) kv_memory=$2 ;;
+        --tier-dir) tier_dir=$(realpath -m -- "$2") ;;
+        --tier-bytes) tier_bytes=$2 ;;
         --router-args | --prefill-args | --decode-args | --kvstore-args)
             local kind=${1#--}
             kind_args[${kind%-args}]=$2
@@ -383,10 +387,13 @@ up() {
         ${router_flags[@]+"${router_flags[@]}"}
     wait_ready 0
     node_flags=(--router "$router_bus")
+    [[ -z $tier_dir ]] || (umask 077 && mkdir -p "$tier_dir")
     for ((i = 1; i <= kvstores; i++)); do
+        local -a tier_flags=()
+        [[ -z $tier_dir ]] || tier_flags=(--tier-dir "$tier_dir/kvstore-$i" --tier-bytes "$tier_bytes")
         take_port
         start_process kvstore "kvstore-$i" "127.0.0.1:$taken_port" "${node_flags[@]}" \
-            --role "$store_role"
+            --role "$store_role" ${tier_flags[@]+"${tier_flags[@]}"}
         store_role=segment
     done
     node_flags+=("${cluster_flags[@]}" --precision "$precision" --threads "$threads")

@@ -19,7 +19,9 @@ kvs_policy_t kvs_policy_default(void)
                           .replicas = 1,
                           .hot_replicas = 3,
                           .hot_hits = 16,
-                          .hot_half_ms = 10000};
+                          .hot_half_ms = 10000,
+                          .promote_ms = 50,
+                          .cold_keys_max = 1u << 20};
 }
 
 static td_status_t check_policy(uint32_t keys_max, const kvs_policy_t *p)

@@ -27,6 +27,8 @@ typedef struct kvs_policy {
     uint32_t hot_hits; /* lookups, of which half are forgotten every hot_half_ms, that each
                         * further replica needs */
     uint32_t hot_half_ms;
+    uint32_t promote_ms;    /* a lookup waits for blocks of a cold tier at most so long */
+    uint32_t cold_keys_max; /* known of in cold tiers */
 } kvs_policy_t;
 
 /** Order of eviction: first those without a pin, then soft pins, never hard ones. */

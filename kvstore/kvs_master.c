@@ -6,54 +6,17 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
+#include "kvstore/kvs_master_internal.h"
 
 #define EVICT_KEYS_MAX 256u /* of one order */
 #define COOL_LOOKS 1024u    /* a tick */
 #define COOLED_MAX 64u      /* a tick */
 
-typedef struct segment {
-    char id[TD_MSG_ID_CHARS_MAX + 1]; /* "" = slot free */
-    uint64_t incarnation;
-    uint64_t mount; /* names this mounting, which begins with nothing stored */
-} segment_t;
-
-/* Blocks that one segment was told to fetch from one writer, or from another segment. */
-typedef struct order {
-    uint64_t id; /* 0 = slot free; id % KVS_ORDERS_MAX is the slot */
-    uint64_t deadline_ns;
-    uint64_t writer_request;
-    uint64_t writer_incarnation; /* of whom the segment fetches from */
-    char writer_id[TD_MSG_ID_CHARS_MAX + 1];
-    bool is_copy; /* of a hot key: nobody waits for the result */
-    uint32_t segment;
-    kvs_list_t storing; /* its keys without a result */
-} order_t;
-
-struct kvs_master {
-    td_bus_t *bus; /* borrowed */
-    uint64_t term;
-    uint64_t next_order;
-    uint64_t served_ns;                   /* when reading was last forgotten by half */
-    uint32_t copies;                      /* under way */
-    kvs_index_t *index;                   /* owned */
-    segment_t segments[KVS_SEGMENTS_MAX]; /* by their number in the index */
-    order_t orders[KVS_ORDERS_MAX];
-    uint32_t free_orders[KVS_ORDERS_MAX]; /* stack */
-    uint32_t free_order_count;
-    td_metric_t *keys;
-    td_metric_t *hits;
-    td_metric_t *misses;
-    td_metric_t *stored;
-    td_metric_t *revoked;
-    td_metric_t *evicted;
-    td_metric_t *copied;
-    td_metric_t *cooled;
-};
-
 static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
 {
     static const char *const puts_help = "blocks offered, by how it ended";
     static const char *const lookups_help = "blocks looked up";
+    static const char *const held_help = "lookups that waited for cold tiers";
     static const char *const copies_help = "replicas of hot blocks made, and given up again";
 
     m->keys = td_metrics_gauge(metrics, "tandem_kvstore_keys", NULL, "readable blocks");
@@ -71,6 +34,14 @@ static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
                                    copies_help);
     m->cooled = td_metrics_counter(metrics, "tandem_kvstore_hot_replicas_total",
                                    "change=\"dropped\"", copies_help);
+    m->cold_keys =
+        td_metrics_gauge(metrics, "tandem_kvstore_cold_keys", NULL, "blocks that cold tiers hold");
+    m->promoted = td_metrics_counter(metrics, "tandem_kvstore_promoted_blocks_total", NULL,
+                                     "blocks brought back from cold tiers");
+    m->held_over = td_metrics_counter(metrics, "tandem_kvstore_held_lookups_total",
+                                      "result=\"answered\"", held_help);
+    m->held_time_out = td_metrics_counter(metrics, "tandem_kvstore_held_lookups_total",
+                                          "result=\"timeout\"", held_help);
 }
 
 td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t keys_max,
@@ -83,7 +54,11 @@ td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t key
         return status;
     }
     status = kvs_index_create(keys_max, policy, &m->index);
+    if (status == TD_OK) {
+        status = kvs_cold_create(policy->cold_keys_max, &m->cold);
+    }
     if (status != TD_OK) {
+        kvs_index_destroy(m->index);
         td_free(m);
         return status;
     }
@@ -103,6 +78,8 @@ void kvs_master_destroy(kvs_master_t *m)
     if (m == NULL) {
         return;
     }
+    kvs_master_forget_held(m);
+    kvs_cold_destroy(m->cold);
     kvs_index_destroy(m->index);
     td_free(m);
 }
@@ -110,14 +87,15 @@ void kvs_master_destroy(kvs_master_t *m)
 static void count_keys(kvs_master_t *m)
 {
     td_metric_set(m->keys, m->index->readable);
+    td_metric_set(m->cold_keys, kvs_cold_count(m->cold));
 }
 
 /* --- orders ----------------------------------------------------------------------------------- */
 
-static void send_evict(kvs_master_t *m, uint32_t segment, const td_block_key_t *keys,
-                       uint32_t count)
+static void send_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
+                       const td_block_key_t *keys, uint32_t count)
 {
-    const segment_t *to = &m->segments[segment];
+    const kvs_segment_info_t *to = &m->segments[segment];
     td_msg_t msg = {.type = TD_MSG_EVICT_ORDER};
 
     if (count == 0) {
@@ -125,6 +103,7 @@ static void send_evict(kvs_master_t *m, uint32_t segment, const td_block_key_t *
     }
     msg.u.blocks.term = m->term;
     msg.u.blocks.mount = to->mount;
+    msg.u.blocks.how = how;
     msg.u.blocks.count = count;
     msg.u.blocks.keys = keys;
     if (td_bus_send(m->bus, to->id, &msg) != TD_OK) {
@@ -146,10 +125,10 @@ static void send_results(kvs_master_t *m, td_msg_type_t type, const char *to, ui
     }
 }
 
-static order_t *order_new(kvs_master_t *m, uint32_t segment, const char *writer_id,
-                          uint64_t writer_incarnation)
+kvs_order_t *kvs_order_new(kvs_master_t *m, uint32_t segment, const char *writer_id,
+                           uint64_t writer_incarnation)
 {
-    order_t *order = NULL;
+    kvs_order_t *order = NULL;
     uint32_t slot = 0;
 
     if (m->free_order_count == 0) {
@@ -158,19 +137,26 @@ static order_t *order_new(kvs_master_t *m, uint32_t segment, const char *writer_
     slot = m->free_orders[--m->free_order_count];
     order = &m->orders[slot];
     *order =
-        (order_t){.id = ++m->next_order * KVS_ORDERS_MAX + slot,
-                  .deadline_ns = td_now_ns() + m->index->policy.put_abandoned_ms * TD_NS_PER_MS,
-                  .writer_incarnation = writer_incarnation,
-                  .segment = segment,
-                  .storing = KVS_LIST_EMPTY};
+        (kvs_order_t){.id = ++m->next_order * KVS_ORDERS_MAX + slot,
+                      .deadline_ns = td_now_ns() + m->index->policy.put_abandoned_ms * TD_NS_PER_MS,
+                      .writer_incarnation = writer_incarnation,
+                      .segment = segment,
+                      .storing = KVS_LIST_EMPTY};
     memcpy(order->writer_id, writer_id, strlen(writer_id));
     return order;
 }
 
-static void order_free(kvs_master_t *m, order_t *order)
+/* Does anybody wait for a PutResult? */
+static bool has_writer(const kvs_order_t *order)
+{
+    return !order->is_copy && !order->is_promotion;
+}
+
+static void order_free(kvs_master_t *m, kvs_order_t *order)
 {
     TD_ASSERT(order->storing.oldest == KVS_NONE);
     m->copies -= order->is_copy;
+    m->promotions -= order->is_promotion;
     order->id = 0;
     m->free_orders[m->free_order_count++] = (uint32_t)(order - m->orders);
 }
@@ -190,7 +176,7 @@ static bool put_is_over(const kvs_master_t *m, const td_block_key_t *key, td_sta
 
 /* Takes back what an order has not finished: the segment drops what it may have stored since, and
  * the writer's pins end. */
-static void order_revoke(kvs_master_t *m, order_t *order, bool segment_is_gone)
+void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_is_gone)
 {
     td_block_key_t keys[EVICT_KEYS_MAX];
     td_block_key_t over[EVICT_KEYS_MAX];
@@ -203,15 +189,15 @@ static void order_revoke(kvs_master_t *m, order_t *order, bool segment_is_gone)
             kvs_replica_t *r = &m->index->replicas[order->storing.oldest];
             keys[count] = *kvs_index_key(m->index, r);
             (void)kvs_index_drop(m->index, r, &order->storing);
-            td_metric_add(m->revoked, !order->is_copy);
+            td_metric_add(m->revoked, has_writer(order));
             over[over_count] = keys[count];
             statuses[over_count] = TD_ERR_CANCELLED;
             over_count += put_is_over(m, &keys[count], &statuses[over_count]);
         }
         if (!segment_is_gone) {
-            send_evict(m, order->segment, keys, count);
+            send_evict(m, order->segment, TD_MSG_EVICT_DROP, keys, count);
         }
-        if (!order->is_copy) {
+        if (has_writer(order)) {
             send_results(m, TD_MSG_PUT_RESULT, order->writer_id, order->writer_request, over,
                          statuses, over_count);
         }
@@ -222,7 +208,7 @@ static void order_revoke(kvs_master_t *m, order_t *order, bool segment_is_gone)
 
 /* --- eviction --------------------------------------------------------------------------------- */
 
-static void evict_from(kvs_master_t *m, uint32_t segment, uint32_t want)
+void kvs_master_evict(kvs_master_t *m, uint32_t segment, uint32_t want)
 {
     td_block_key_t keys[EVICT_KEYS_MAX];
     uint32_t count = EVICT_KEYS_MAX;
@@ -230,7 +216,7 @@ static void evict_from(kvs_master_t *m, uint32_t segment, uint32_t want)
     for (uint32_t done = 0; done < want && count == EVICT_KEYS_MAX; done += count) {
         count = kvs_index_evict(m->index, segment, TD_MIN(want - done, EVICT_KEYS_MAX), td_now_ns(),
                                 keys);
-        send_evict(m, segment, keys, count);
+        send_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
         td_metric_add(m->evicted, count);
     }
 }
@@ -248,37 +234,49 @@ static uint32_t fullest_segment(const kvs_master_t *m)
     return best;
 }
 
-static void evict_if_full(kvs_master_t *m, uint32_t segment)
+void kvs_master_evict_if_full(kvs_master_t *m, uint32_t segment)
 {
     const kvs_index_t *x = m->index;
 
     if (kvs_index_is_full(x, segment)) {
-        evict_from(m, segment,
-                   TD_MAX(x->shares[segment].block_count * x->policy.evict_percent / 100, 1u));
+        kvs_master_evict(
+            m, segment, TD_MAX(x->shares[segment].block_count * x->policy.evict_percent / 100, 1u));
     }
     /* The index may be the smaller one: then whoever holds most gives way. */
     if ((uint64_t)(x->keys_max - x->free_entry_count) * 100 >=
             (uint64_t)x->keys_max * x->policy.evict_from_percent ||
         x->free_replica_count == 0) {
-        evict_from(m, fullest_segment(m), TD_MAX(x->keys_max * x->policy.evict_percent / 100, 1u));
+        kvs_master_evict(m, fullest_segment(m),
+                         TD_MAX(x->keys_max * x->policy.evict_percent / 100, 1u));
     }
 }
 
 /* --- segments and writers --------------------------------------------------------------------- */
 
+/* So that it says what its cold tier holds. Tried again while it cannot be told. */
+static void tell_mounted(kvs_master_t *m, kvs_segment_info_t *s)
+{
+    td_msg_t msg = {.type = TD_MSG_MOUNT};
+
+    msg.u.blocks.term = m->term;
+    msg.u.blocks.mount = s->mount;
+    s->told = td_bus_send(m->bus, s->id, &msg) == TD_OK;
+}
+
 void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation,
                            uint32_t block_count)
 {
     uint32_t at = kvs_index_mount(m->index, block_count);
-    segment_t *s = NULL;
+    kvs_segment_info_t *s = NULL;
 
     if (at == KVS_NONE) {
         TD_LOG_WARN("segment not mounted", "segment=%s limit=%u", id, KVS_SEGMENTS_MAX);
         return;
     }
     s = &m->segments[at];
-    *s = (segment_t){.incarnation = incarnation, .mount = td_random_u64()};
+    *s = (kvs_segment_info_t){.incarnation = incarnation, .mount = td_random_u64()};
     memcpy(s->id, id, TD_MIN(strlen(id), (size_t)TD_MSG_ID_CHARS_MAX));
+    tell_mounted(m, s);
     TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", id, block_count);
 }
 
@@ -286,11 +284,12 @@ static void segment_down(kvs_master_t *m, uint32_t segment)
 {
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && m->orders[i].segment == segment) {
-            order_revoke(m, &m->orders[i], true);
+            kvs_order_revoke(m, &m->orders[i], true);
         }
     }
     kvs_index_unmount(m->index, segment);
-    m->segments[segment] = (segment_t){0};
+    kvs_cold_forget(m->cold, segment);
+    m->segments[segment] = (kvs_segment_info_t){0};
     count_keys(m);
 }
 
@@ -304,7 +303,7 @@ void kvs_master_peer_down(kvs_master_t *m, const char *id, uint64_t incarnation)
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && m->orders[i].writer_incarnation == incarnation) {
             TD_LOG_INFO("put revoked", "writer=%s why=\"writer gone\"", id);
-            order_revoke(m, &m->orders[i], false);
+            kvs_order_revoke(m, &m->orders[i], false);
         }
     }
 }
@@ -316,7 +315,7 @@ typedef struct put {
     const td_msg_t *msg;
     uint32_t segment_count;
     uint32_t segments[KVS_REPLICAS_MAX];
-    order_t *orders[KVS_REPLICAS_MAX];
+    kvs_order_t *orders[KVS_REPLICAS_MAX];
     uint32_t taken[KVS_REPLICAS_MAX]; /* keys of each order */
     uint32_t *of[KVS_REPLICAS_MAX];   /* which of the message's keys; [count] */
 } put_t;
@@ -332,7 +331,7 @@ static td_status_t put_one(kvs_master_t *m, put_t *put, uint32_t key)
         return e->ready > 0 ? TD_ERR_EXISTS : TD_INPROGRESS;
     }
     for (uint32_t s = 0; s < put->segment_count; s++) {
-        order_t *order = put->orders[s];
+        kvs_order_t *order = put->orders[s];
         if (kvs_index_begin(m->index, name, put->segments[s], (uint32_t)(order - m->orders),
                             &order->storing) == TD_OK) {
             put->of[s][put->taken[s]++] = key;
@@ -348,12 +347,13 @@ static void put_choose(kvs_master_t *m, put_t *put)
     uint32_t count = kvs_index_choose(m->index, m->index->policy.replicas, KVS_NONE, chosen);
 
     for (uint32_t s = 0; s < count; s++) {
-        order_t *order = order_new(m, chosen[s], put->msg->sender_id, put->msg->sender_incarnation);
+        kvs_order_t *order =
+            kvs_order_new(m, chosen[s], put->msg->sender_id, put->msg->sender_incarnation);
         if (order != NULL) {
             order->writer_request = put->msg->u.blocks.request;
             put->segments[put->segment_count] = chosen[s];
             put->orders[put->segment_count++] = order;
-            evict_if_full(m, chosen[s]);
+            kvs_master_evict_if_full(m, chosen[s]);
         }
     }
 }
@@ -385,7 +385,7 @@ static void put_order(kvs_master_t *m, const put_t *put, uint32_t s, td_block_ke
     if (put->taken[s] == 0) {
         order_free(m, put->orders[s]);
     } else if (td_bus_send(m->bus, m->segments[put->segments[s]].id, &msg) != TD_OK) {
-        order_revoke(m, put->orders[s], false);
+        kvs_order_revoke(m, put->orders[s], false);
     }
 }
 
@@ -430,9 +430,9 @@ done:
 
 /* The order that a segment reports on, or NULL: revoked meanwhile, and the segment has its evict
  * order already. */
-static order_t *order_reported(kvs_master_t *m, const td_msg_t *msg)
+static kvs_order_t *order_reported(kvs_master_t *m, const td_msg_t *msg)
 {
-    order_t *order = &m->orders[msg->u.blocks.request % KVS_ORDERS_MAX];
+    kvs_order_t *order = &m->orders[msg->u.blocks.request % KVS_ORDERS_MAX];
 
     if (order->id == 0 || order->id != msg->u.blocks.request || msg->u.blocks.term != m->term ||
         m->segments[order->segment].incarnation != msg->sender_incarnation) {
@@ -441,7 +441,7 @@ static order_t *order_reported(kvs_master_t *m, const td_msg_t *msg)
     return order;
 }
 
-static void one_done(kvs_master_t *m, order_t *order, const td_msg_blocks_t *done, uint32_t i)
+static void one_done(kvs_master_t *m, kvs_order_t *order, const td_msg_blocks_t *done, uint32_t i)
 {
     const kvs_entry_t *e = kvs_index_find(m->index, &done->keys[i]);
     kvs_replica_t *r = e != NULL ? kvs_index_on(m->index, e, order->segment) : NULL;
@@ -452,17 +452,20 @@ static void one_done(kvs_master_t *m, order_t *order, const td_msg_blocks_t *don
     if (done->statuses[i] == TD_OK) {
         kvs_index_stored(m->index, r, &order->storing, done->blocks[i], done->epochs[i],
                          done->checksums[i]);
-        td_metric_add(order->is_copy ? m->copied : m->stored, 1);
+        td_metric_add(order->is_promotion ? m->promoted
+                      : order->is_copy    ? m->copied
+                                          : m->stored,
+                      1);
     } else {
         (void)kvs_index_drop(m->index, r, &order->storing);
-        td_metric_add(m->revoked, !order->is_copy);
+        td_metric_add(m->revoked, has_writer(order));
     }
 }
 
 static void handle_store_done(kvs_master_t *m, const td_msg_t *msg)
 {
     const td_msg_blocks_t *done = &msg->u.blocks;
-    order_t *order = order_reported(m, msg);
+    kvs_order_t *order = order_reported(m, msg);
     td_block_key_t *keys = NULL;
     td_status_t *statuses = NULL;
     uint32_t over = 0;
@@ -482,13 +485,14 @@ static void handle_store_done(kvs_master_t *m, const td_msg_t *msg)
         statuses[over] = done->statuses[i];
         over += put_is_over(m, &done->keys[i], &statuses[over]);
     }
-    if (!order->is_copy) {
+    if (has_writer(order)) {
         send_results(m, TD_MSG_PUT_RESULT, order->writer_id, order->writer_request, keys, statuses,
                      over);
     }
     TD_FAULT_POINT("store_put_end");
     /* Without a result no key stays in progress for ever (F7). */
-    order_revoke(m, order, false);
+    kvs_order_revoke(m, order, false);
+    kvs_master_look_at_held(m, td_now_ns());
     td_free(statuses);
     td_free(keys);
 }
@@ -497,8 +501,8 @@ static void handle_store_done(kvs_master_t *m, const td_msg_t *msg)
 
 /* Has one segment more fetch those of the keys that are read so often that it helps. They are
  * fetched from the segment that was named to the reader, which keeps them: they are leased. */
-static void copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
-                     const td_block_key_t *keys, const uint32_t *segments)
+void kvs_master_copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
+                         const td_block_key_t *keys, const uint32_t *segments)
 {
     td_block_key_t names[KVS_COPY_BLOCKS_MAX];
     uint32_t blocks[KVS_COPY_BLOCKS_MAX];
@@ -506,7 +510,7 @@ static void copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
     td_msg_t msg = {.type = TD_MSG_STORE_ORDER};
     uint32_t source = KVS_NONE;
     uint32_t dest = KVS_NONE;
-    order_t *order = NULL;
+    kvs_order_t *order = NULL;
     uint32_t count = 0;
 
     for (uint32_t i = 0; i < found->count && count < KVS_COPY_BLOCKS_MAX; i++) {
@@ -521,7 +525,7 @@ static void copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
                 kvs_index_is_full(m->index, dest)) {
                 return; /* a copy never drives out what is there */
             }
-            order = order_new(m, dest, m->segments[source].id, m->segments[source].incarnation);
+            order = kvs_order_new(m, dest, m->segments[source].id, m->segments[source].incarnation);
             if (order == NULL) {
                 return;
             }
@@ -550,7 +554,7 @@ static void copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
                                      .epochs = numbers[0],
                                      .checksums = numbers[1]};
     if (count == 0 || td_bus_send(m->bus, m->segments[dest].id, &msg) != TD_OK) {
-        order_revoke(m, order, false);
+        kvs_order_revoke(m, order, false);
     }
 }
 
@@ -562,78 +566,9 @@ static void drop_cooled(kvs_master_t *m)
         if (segment == KVS_NONE) {
             return;
         }
-        send_evict(m, segment, &key, 1);
+        send_evict(m, segment, TD_MSG_EVICT_DROP, &key, 1);
         td_metric_add(m->cooled, 1);
     }
-}
-
-/* --- lookups ---------------------------------------------------------------------------------- */
-
-/* Adds a segment's id to the answer's list. */
-static uint32_t answer_segment(const char **ids, uint32_t *count, const char *id)
-{
-    for (uint32_t i = 0; i < *count; i++) {
-        if (ids[i] == id) {
-            return i;
-        }
-    }
-    ids[*count] = id;
-    return (*count)++;
-}
-
-static void handle_lookup(kvs_master_t *m, const td_msg_t *msg)
-{
-    const td_msg_blocks_t *ask = &msg->u.blocks;
-    const uint64_t now = td_now_ns();
-    const char *ids[KVS_SEGMENTS_MAX];
-    uint32_t id_count = 0;
-    uint32_t found = 0;
-    td_msg_t out = {.type = TD_MSG_LOOKUP_RESULT};
-    kvs_entry_t **entries = td_calloc(ask->count, sizeof(kvs_entry_t *));
-    uint32_t *small = td_calloc(3 * (size_t)ask->count, sizeof(*small));
-    uint32_t *segments = small == NULL ? NULL : small + 2 * (size_t)ask->count;
-    uint64_t *numbers = td_calloc(2 * (size_t)ask->count, sizeof(*numbers));
-
-    if (entries == NULL || small == NULL || numbers == NULL) {
-        goto done;
-    }
-    for (; found < ask->count; found++) {
-        kvs_entry_t *e = kvs_index_find(m->index, &ask->keys[found]);
-        const kvs_replica_t *r = e == NULL ? NULL : kvs_index_serve(m->index, e);
-        if (r == NULL) {
-            break;
-        }
-        entries[found] = e;
-        segments[found] = r->segment;
-        small[found] = answer_segment(ids, &id_count, m->segments[r->segment].id);
-        small[ask->count + found] = r->block;
-        numbers[found] = r->epoch;
-        numbers[ask->count + found] = r->checksum;
-    }
-    for (uint32_t i = found; i > 0; i--) {
-        kvs_index_touch(m->index, entries[i - 1], now);
-    }
-    td_metric_add(m->hits, found);
-    td_metric_add(m->misses, ask->count - found);
-    out.u.found = (td_msg_lookup_result_t){.request = ask->request,
-                                           .status = found > 0 ? TD_OK : TD_ERR_NOT_FOUND,
-                                           .lease_ms = m->index->policy.lease_ms,
-                                           .segment_count = id_count,
-                                           .segment_ids = ids,
-                                           .count = found,
-                                           .segment_of = small,
-                                           .blocks = small + ask->count,
-                                           .epochs = numbers,
-                                           .checksums = numbers + ask->count};
-    TD_FAULT_POINT("store_lookup");
-    if (td_bus_send(m->bus, msg->sender_id, &out) != TD_OK) {
-        TD_LOG_DEBUG("lookup result not sent", "to=%s", msg->sender_id);
-    }
-    copy_hot(m, &out.u.found, ask->keys, segments);
-done:
-    td_free(numbers);
-    td_free(small);
-    td_free(entries);
 }
 
 /* --- pins and removal ------------------------------------------------------------------------- */
@@ -641,10 +576,16 @@ done:
 static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
 {
     kvs_entry_t *e = kvs_index_find(m->index, key);
+    const uint32_t cold = kvs_cold_find(m->cold, key);
     bool left = true;
 
-    if (e == NULL) {
+    if (e == NULL && cold == KVS_NONE) {
         return TD_ERR_NOT_FOUND;
+    }
+    if (e == NULL) {
+        kvs_cold_remove(m->cold, key, cold);
+        send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1);
+        return TD_OK;
     }
     if (e->storing > 0) {
         return TD_INPROGRESS;
@@ -656,7 +597,11 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
         kvs_replica_t *r = &m->index->replicas[e->first];
         const uint32_t segment = r->segment;
         left = kvs_index_drop(m->index, r, NULL);
-        send_evict(m, segment, key, 1);
+        send_evict(m, segment, TD_MSG_EVICT_REMOVE, key, 1);
+    }
+    if (cold != KVS_NONE) {
+        kvs_cold_remove(m->cold, key, cold);
+        send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1);
     }
     return TD_OK;
 }
@@ -704,7 +649,10 @@ bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
         handle_store_done(m, msg);
         return true;
     case TD_MSG_LOOKUP:
-        handle_lookup(m, msg);
+        kvs_master_handle_lookup(m, msg);
+        return true;
+    case TD_MSG_STORE_MANIFEST:
+        kvs_master_handle_manifest(m, msg);
         return true;
     case TD_MSG_STORE_PIN:
     case TD_MSG_STORE_REMOVE:
@@ -721,10 +669,23 @@ void kvs_master_tick(kvs_master_t *m)
 
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && now >= m->orders[i].deadline_ns) {
-            TD_LOG_WARN("put revoked", "writer=%s why=\"abandoned\"", m->orders[i].writer_id);
-            order_revoke(m, &m->orders[i], false);
+            if (m->orders[i].is_promotion) {
+                m->segments[m->orders[i].segment].slow_until_ns =
+                    now + KVS_PROMOTE_PAUSE_MS * TD_NS_PER_MS;
+                TD_LOG_WARN("cold tier too slow, not asked for a while", "segment=%s",
+                            m->segments[m->orders[i].segment].id);
+            } else {
+                TD_LOG_WARN("put revoked", "writer=%s why=\"abandoned\"", m->orders[i].writer_id);
+            }
+            kvs_order_revoke(m, &m->orders[i], false);
         }
     }
+    for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
+        if (m->segments[i].id[0] != '\0' && !m->segments[i].told) {
+            tell_mounted(m, &m->segments[i]);
+        }
+    }
+    kvs_master_look_at_held(m, now);
     if (now - m->served_ns >= TD_NS_PER_S) {
         m->served_ns = now;
         kvs_index_forget_half_served(m->index);

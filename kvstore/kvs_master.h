@@ -11,9 +11,13 @@
 #include "common/wire/td_bus.h"
 #include "kvstore/kvs_index.h"
 
-#define KVS_ORDERS_MAX 4096u    /* under way, copies included */
-#define KVS_COPIES_MAX 16u      /* of hot keys, under way */
-#define KVS_COPY_BLOCKS_MAX 64u /* of one copy */
+#define KVS_ORDERS_MAX 4096u           /* under way, copies included */
+#define KVS_COPIES_MAX 16u             /* of hot keys, under way */
+#define KVS_COPY_BLOCKS_MAX 64u        /* of one copy */
+#define KVS_HELD_MAX 256u              /* lookups that wait for cold tiers */
+#define KVS_PROMOTIONS_ORDERED_MAX 64u /* orders under way, of KVS_PROMOTE_BLOCKS_MAX blocks */
+#define KVS_PROMOTE_ABANDONED_MS 2000u /* then the segment's cold tier is stuck */
+#define KVS_PROMOTE_PAUSE_MS 10000u    /* and is not asked for so long */
 
 typedef struct kvs_master kvs_master_t;
 
@@ -28,5 +32,7 @@ void kvs_master_segment_up(kvs_master_t *master, const char *id, uint64_t incarn
 /** A segment's replicas are dropped; a writer's unfinished puts are revoked. */
 void kvs_master_peer_down(kvs_master_t *master, const char *id, uint64_t incarnation);
 bool kvs_master_handle(kvs_master_t *master, const td_msg_t *msg);
-/** Call at least every 100 ms. */
+/** Call at least every 100 ms, and after kvs_master_wait_ms(). */
 void kvs_master_tick(kvs_master_t *master);
+/** How long the loop may sleep: most_ms, or less while a lookup waits. */
+uint32_t kvs_master_wait_ms(const kvs_master_t *master, uint32_t most_ms);

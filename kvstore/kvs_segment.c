@@ -7,6 +7,7 @@
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
 #include "common/node/td_verify.h"
+#include "kvstore/kvs_segment_tier.h"
 
 typedef struct store_order { /* one StoreOrder on its way into our blocks */
     uint64_t id;
@@ -29,13 +30,14 @@ typedef struct store_order { /* one StoreOrder on its way into our blocks */
 } store_order_t;
 
 struct kvs_segment {
-    td_bus_t *bus;           /* borrowed */
-    td_transfer_t *transfer; /* borrowed */
-    td_pool_t *pool;         /* owned */
-    td_verify_t *verify;     /* owned: hashes what was fetched */
-    td_ring_t *inbox;        /* owned: store_order_t that were fetched or hashed */
-    uint64_t term;           /* the newest seen: orders of an older leader are refused */
-    uint64_t mount;          /* of that leader: another one knows nothing of what is stored */
+    td_bus_t *bus;            /* borrowed */
+    td_transfer_t *transfer;  /* borrowed */
+    td_pool_t *pool;          /* owned */
+    td_verify_t *verify;      /* owned: hashes what was fetched */
+    kvs_segment_tier_t *cold; /* owned; NULL: no cold tier */
+    td_ring_t *inbox;         /* owned: store_order_t that were fetched or hashed */
+    uint64_t term;            /* the newest seen: orders of an older leader are refused */
+    uint64_t mount;           /* of that leader: another one knows nothing of what is stored */
     uint32_t fetching;
     uint32_t waiting_count;
     store_order_t *active;  /* list: being fetched or hashed */
@@ -79,6 +81,11 @@ td_status_t kvs_segment_create(td_bus_t *bus, td_transfer_t *transfer, td_metric
     return TD_OK;
 }
 
+td_status_t kvs_segment_open_tier(kvs_segment_t *s, const kvs_tier_config_t *config)
+{
+    return kvs_segment_tier_create(s->bus, s->pool, config, &s->cold);
+}
+
 static void order_free(store_order_t *o)
 {
     if (o != NULL) {
@@ -100,6 +107,7 @@ void kvs_segment_destroy(kvs_segment_t *s)
     if (s == NULL) {
         return;
     }
+    kvs_segment_tier_destroy(s->cold);
     td_verify_destroy(s->verify); /* nobody reads the orders' blocks any more */
     while (s->active != NULL) {
         store_order_t *next = s->active->next;
@@ -154,6 +162,17 @@ static void send_done(kvs_segment_t *s, const store_order_t *o)
     }
 }
 
+/* What waits for the disk gives way to what comes. */
+static td_status_t block_take(kvs_segment_t *s, uint32_t *idx_out)
+{
+    td_status_t status = td_pool_take(s->pool, idx_out);
+
+    while (status == TD_ERR_BUSY && s->cold != NULL && kvs_segment_tier_yield(s->cold)) {
+        status = td_pool_take(s->pool, idx_out);
+    }
+    return status;
+}
+
 /* Takes blocks for what is new and lists the pieces to fetch. */
 static uint32_t order_prepare(kvs_segment_t *s, store_order_t *o)
 {
@@ -172,7 +191,7 @@ static uint32_t order_prepare(kvs_segment_t *s, store_order_t *o)
                 TD_ERR_EXISTS; /* kept under an older order: told with its place below */
             continue;
         }
-        o->statuses[i] = td_pool_take(s->pool, &o->blocks[i]);
+        o->statuses[i] = block_take(s, &o->blocks[i]);
         if (o->statuses[i] != TD_OK) {
             o->blocks[i] = TD_POOL_NONE;
             continue;
@@ -310,10 +329,22 @@ static void block_drop(kvs_segment_t *s, uint32_t idx)
     td_pool_unref(s->pool, idx); /* stored blocks hold one reference; the epoch moves on */
 }
 
+/* Gives up a block for space: to the cold tier, if there is one. */
+static void block_demote(kvs_segment_t *s, uint32_t idx)
+{
+    if (s->cold != NULL) {
+        kvs_segment_tier_demote(s->cold, idx);
+    } else {
+        block_drop(s, idx);
+    }
+}
+
 /* Is an order of the leader? Its first one after it has mounted us (again) finds nothing stored:
  * its index begins empty, so what is here would stay for ever. */
-static bool leader_accepted(kvs_segment_t *s, const td_msg_blocks_t *m)
+static bool leader_accepted(kvs_segment_t *s, const td_msg_t *msg)
 {
+    const td_msg_blocks_t *m = &msg->u.blocks;
+
     if (m->term < s->term) {
         return false;
     }
@@ -322,11 +353,15 @@ static bool leader_accepted(kvs_segment_t *s, const td_msg_blocks_t *m)
         orders_drop(s->waiting, NULL);
         for (uint32_t i = 0; i < td_pool_counts(s->pool).total; i++) {
             if (td_pool_is_indexed(s->pool, i)) {
-                block_drop(s, i);
+                block_demote(s, i);
             }
         }
         s->term = m->term;
         s->mount = m->mount;
+        if (s->cold != NULL) {
+            kvs_segment_tier_cancel(s->cold, NULL);
+            kvs_segment_tier_mounted(s->cold, msg->sender_id, m->term, m->mount);
+        }
     }
     return true;
 }
@@ -336,7 +371,7 @@ static void handle_store_order(kvs_segment_t *s, const td_msg_t *msg)
     store_order_t *o = NULL;
     store_order_t **link = &s->waiting;
 
-    if (!leader_accepted(s, &msg->u.blocks)) {
+    if (!leader_accepted(s, msg)) {
         TD_LOG_WARN("store order of an old leader refused", "term=%llu newest=%llu",
                     (unsigned long long)msg->u.blocks.term, (unsigned long long)s->term);
         return;
@@ -359,14 +394,22 @@ static void handle_store_order(kvs_segment_t *s, const td_msg_t *msg)
     s->waiting_count++;
 }
 
-static void drop_key(kvs_segment_t *s, const td_block_key_t *key)
+static void drop_key(kvs_segment_t *s, const td_block_key_t *key, td_msg_evict_t how)
 {
     uint32_t idx = td_pool_find(s->pool, key);
 
     orders_drop(s->active, key);
     orders_drop(s->waiting, key);
-    if (idx != TD_POOL_NONE) {
+    if (s->cold != NULL) {
+        kvs_segment_tier_cancel(s->cold, key);
+    }
+    if (idx != TD_POOL_NONE && how == TD_MSG_EVICT_DEMOTE) {
+        block_demote(s, idx);
+    } else if (idx != TD_POOL_NONE) {
         block_drop(s, idx);
+    }
+    if (s->cold != NULL && how == TD_MSG_EVICT_REMOVE) {
+        kvs_segment_tier_remove(s->cold, key);
     }
 }
 
@@ -377,9 +420,19 @@ bool kvs_segment_handle(kvs_segment_t *s, const td_msg_t *msg)
         return true;
     }
     if (msg->type == TD_MSG_EVICT_ORDER) {
-        bool accepted = leader_accepted(s, &msg->u.blocks);
+        bool accepted = leader_accepted(s, msg);
         for (uint32_t i = 0; accepted && i < msg->u.blocks.count; i++) {
-            drop_key(s, &msg->u.blocks.keys[i]);
+            drop_key(s, &msg->u.blocks.keys[i], (td_msg_evict_t)msg->u.blocks.how);
+        }
+        return true;
+    }
+    if (msg->type == TD_MSG_MOUNT) {
+        (void)leader_accepted(s, msg);
+        return true;
+    }
+    if (msg->type == TD_MSG_PROMOTE_ORDER) {
+        if (leader_accepted(s, msg) && s->cold != NULL) {
+            kvs_segment_tier_promote(s->cold, msg);
         }
         return true;
     }
@@ -389,6 +442,11 @@ bool kvs_segment_handle(kvs_segment_t *s, const td_msg_t *msg)
 int kvs_segment_fd(const kvs_segment_t *s)
 {
     return td_ring_fd(s->inbox);
+}
+
+int kvs_segment_cold_fd(const kvs_segment_t *s)
+{
+    return s->cold == NULL ? -1 : kvs_segment_tier_fd(s->cold);
 }
 
 static void order_verify(kvs_segment_t *s, store_order_t *o)
@@ -421,6 +479,9 @@ void kvs_segment_completions(kvs_segment_t *s)
         order_finish(s, o, o->fetch.status);
     }
     start_waiting(s);
+    if (s->cold != NULL) {
+        kvs_segment_tier_turn(s->cold);
+    }
 }
 
 void kvs_segment_tick(kvs_segment_t *s)

@@ -9,6 +9,7 @@
 #include "common/transfer/td_transfer.h"
 #include "common/wire/td_member.h"
 #include "common/wire/td_proc.h"
+#include "kvstore/kvs_cold.h"
 #include "kvstore/kvs_master.h"
 #include "kvstore/kvs_segment.h"
 
@@ -47,6 +48,14 @@ static const td_option_t options[] = {
     {"hot-hits", TD_OPTION_COUNT, "16", "lookups lately for each further copy", 1, UINT32_MAX},
     {"hot-half-ms", TD_OPTION_COUNT, "10000", "after so long half of the lookups are forgotten", 1,
      3600000},
+    {"promote-ms", TD_OPTION_COUNT, "50", "a lookup waits for blocks on disk at most so long", 0,
+     1000},
+    {"cold-keys-max", TD_OPTION_COUNT, "1048576", "keys on disks that the master knows of", 1,
+     KVS_COLD_KEYS_MAX},
+    {"tier-dir", TD_OPTION_TEXT, NULL, "folder of the cold tier on a local disk"},
+    {"tier-bytes", TD_OPTION_BYTES, "0", "size of the cold tier, 0 = none", 0, KVS_TIER_BYTES_MAX},
+    {"tier-io", TD_OPTION_CHOICE, "uring", "how its file is used; uring falls back to pread", 0, 0,
+     "uring|pread"},
 };
 
 static kvs_policy_t read_policy(const td_config_t *config)
@@ -61,6 +70,8 @@ static kvs_policy_t read_policy(const td_config_t *config)
         .hot_replicas = (uint32_t)td_config_u64(config, "hot-replicas"),
         .hot_hits = (uint32_t)td_config_u64(config, "hot-hits"),
         .hot_half_ms = (uint32_t)td_config_u64(config, "hot-half-ms"),
+        .promote_ms = (uint32_t)td_config_u64(config, "promote-ms"),
+        .cold_keys_max = (uint32_t)td_config_u64(config, "cold-keys-max"),
     };
     p.hot_replicas = TD_MAX(p.hot_replicas, p.replicas);
     return p;
@@ -89,6 +100,19 @@ static void self_describe(const app_t *app, td_msg_register_t *self)
     }
 }
 
+static td_status_t open_tier(app_t *app, uint32_t block_bytes)
+{
+    const td_config_t *config = app->proc.config;
+    kvs_tier_config_t tier = {.dir = td_config_text(config, "tier-dir"),
+                              .bytes = td_config_u64(config, "tier-bytes"),
+                              .block_bytes = block_bytes,
+                              .pread_only = strcmp(td_config_text(config, "tier-io"), "pread") == 0,
+                              .probe = app->probe,
+                              .metrics = app->proc.metrics};
+
+    return tier.bytes == 0 ? TD_OK : kvs_segment_open_tier(app->segment, &tier);
+}
+
 static td_status_t open_segment(app_t *app, uint32_t block_bytes)
 {
     uint64_t capacity = td_config_u64(app->proc.config, "capacity");
@@ -109,6 +133,7 @@ static td_status_t open_segment(app_t *app, uint32_t block_bytes)
     app->block_count = config.block_count;
     TD_TRY(kvs_segment_create(app->proc.bus, app->transfer, app->proc.metrics, config.block_count,
                               block_bytes, &app->segment));
+    TD_TRY(open_tier(app, block_bytes));
     self_describe(app, &self);
     self.self.region.block_count = config.block_count;
     self.self.region.block_bytes = block_bytes;
@@ -188,13 +213,18 @@ static void run(app_t *app)
 {
     td_msg_heartbeat_t load = {0};
     for (;;) {
-        int fds[2] = {app->proc.signal_fd, 0};
-        bool readable[2] = {false, false};
+        int fds[3] = {app->proc.signal_fd, 0, 0};
+        bool readable[3] = {false, false, false};
         uint32_t count = 1;
         if (app->segment != NULL) {
             fds[count++] = kvs_segment_fd(app->segment);
+            if (kvs_segment_cold_fd(app->segment) >= 0) {
+                fds[count++] = kvs_segment_cold_fd(app->segment);
+            }
         }
-        td_bus_wait(app->proc.bus, fds, count, TICK_MS, readable);
+        td_bus_wait(app->proc.bus, fds, count,
+                    app->master != NULL ? kvs_master_wait_ms(app->master, TICK_MS) : TICK_MS,
+                    readable);
         if (readable[0]) {
             TD_LOG_INFO("stopping", "why=signal");
             return;
@@ -229,6 +259,11 @@ static td_status_t start(app_t *app)
     TD_TRY(td_proc_open(&app->proc, true));
     td_block_probe_key_without_model(app->proc.secret, &app->probe);
     app->is_segment = strcmp(role, "master") != 0;
+    if (td_config_u64(app->proc.config, "tier-bytes") > 0 &&
+        td_config_text(app->proc.config, "tier-dir") == NULL) {
+        TD_LOG_ERROR("tier-bytes without tier-dir", "expected=\"--tier-dir FOLDER\"");
+        return TD_ERR_INVALID;
+    }
     if (strcmp(role, "segment") != 0) {
         /* A later master of this machine has a higher term; with etcd it is the leader key's
          * revision. */

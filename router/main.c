@@ -36,7 +36,7 @@ static const td_option_t options[] = {
     {"curve", TD_OPTION_BOOL, "false", "encrypt ZeroMQ on loopback too (elsewhere always)"},
     {"log-level", TD_OPTION_CHOICE, "info", "lowest level logged", 0, 0, "error|warn|info|debug"},
     {"ready-file", TD_OPTION_TEXT, NULL, "write the API's host:port here once bound"},
-    {"fault", TD_OPTION_TEXT, NULL, "test builds: STEP:kill|stop[:N]"},
+    {"fault", TD_OPTION_TEXT, NULL, "test builds: STEP:kill|stop|hang[:N]"},
     {"model", TD_OPTION_TEXT, NULL, "GGUF file of the served model"},
     {"served-model-name", TD_OPTION_TEXT, NULL, "its name in the API [the file's, without .gguf]"},
     {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block", 16, 1024},

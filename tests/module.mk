@@ -6,7 +6,7 @@ NODE_LIBS := $(foreach d,router prefill_node decode_node kvstore,$(if $(wildcard
 tests: $(TEST_BIN)
 $(BIN)/tests/%: $(B)/tests/%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(CMOCKA_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) $(CMOCKA_LIBS) -o $@
 .SECONDARY:
 BENCH_SRC := $(wildcard tests/bench/*.c)
 ifneq ($(BENCH_SRC),)
@@ -15,7 +15,7 @@ PROGRAMS += tandem-bench
 CURL_LIBS = $(shell pkg-config --libs libcurl)
 $(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CURL_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) $(CURL_LIBS) -o $@
 endif
 
 # libFuzzer over every decoder of outside bytes: make fuzz FUZZ_SECONDS=60. Needs clang with its runtime;
@@ -36,4 +36,4 @@ fuzz:
 fuzz-build: $(addprefix $(BIN)/fuzz_,$(FUZZ_TARGETS))
 $(BIN)/fuzz_%: $(B)/tests/fuzz/fuzz_%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) -fsanitize=fuzzer $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) -o $@
+	@$(CC) -fsanitize=fuzzer $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) -o $@

@@ -11,6 +11,8 @@
 
 #ifdef TD_TEST_BUILD
 
+#define FAULT_HANG (-1) /* the thread that passes never goes on; the others do */
+
 static char fault_step[64];
 static int fault_signal;
 static atomic_int fault_countdown; /* relaxed: which thread's pass counts last does not matter */
@@ -29,6 +31,8 @@ td_status_t td_fault_init(const char *spec)
         fault_signal = SIGKILL;
     } else if (strcmp(action, "stop") == 0) {
         fault_signal = SIGSTOP;
+    } else if (strcmp(action, "hang") == 0) {
+        fault_signal = FAULT_HANG;
     } else {
         return TD_ERR_INVALID;
     }
@@ -43,7 +47,13 @@ void td_fault_point(const char *step)
     }
     if (atomic_fetch_sub_explicit(&fault_countdown, 1, memory_order_relaxed) == 1) {
         TD_LOG_WARN("fault injected", "step=%s signal=%d", step, fault_signal);
-        (void)kill(getpid(), fault_signal);
+        if (fault_signal != FAULT_HANG) {
+            (void)kill(getpid(), fault_signal);
+            return;
+        }
+        for (;;) {
+            (void)pause();
+        }
     }
 }
 

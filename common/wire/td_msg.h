@@ -48,7 +48,10 @@ typedef enum td_msg_type {
     TD_MSG_LOOKUP_RESULT = 46,
     TD_MSG_STORE_PIN = 47,
     TD_MSG_STORE_REMOVE = 48,
-    TD_MSG_STORE_RESULT = 49
+    TD_MSG_STORE_RESULT = 49,
+    TD_MSG_MOUNT = 50,
+    TD_MSG_PROMOTE_ORDER = 51,
+    TD_MSG_STORE_MANIFEST = 52
 } td_msg_type_t;
 
 typedef enum td_role {
@@ -241,23 +244,38 @@ typedef struct td_msg_end {
 } td_msg_end_t;
 
 #define TD_MSG_PIN_MAX 2u /* none, soft, hard */
+#define TD_MSG_MANIFEST_KEYS_MAX 1024u
+
+typedef enum td_msg_evict {                        /* EVICT_ORDER */
+                            TD_MSG_EVICT_DROP = 0, /* of memory only */
+                            TD_MSG_EVICT_DEMOTE,   /* for space: the cold tier may keep it */
+                            TD_MSG_EVICT_REMOVE    /* of memory and of the cold tier */
+} td_msg_evict_t;
+
+typedef enum td_msg_manifest { /* STORE_MANIFEST */
+                               TD_MSG_MANIFEST_HERE = 0,
+                               TD_MSG_MANIFEST_GONE,
+                               TD_MSG_MANIFEST_RESET /* what was told before is void; count may be 0
+                                                      */
+} td_msg_manifest_t;
 
 /** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP, STORE_PIN, STORE_REMOVE,
- * STORE_RESULT: a list of blocks. Which arrays are there follows from the type; the others are
- * NULL. */
+ * STORE_RESULT, MOUNT, PROMOTE_ORDER, STORE_MANIFEST: a list of blocks. Which arrays are there
+ * follows from the type; the others are NULL. */
 typedef struct td_msg_blocks {
     uint64_t request; /* or order */
     uint64_t term;
-    uint64_t mount;        /* STORE_ORDER, EVICT_ORDER */
+    uint64_t mount;        /* STORE_ORDER, EVICT_ORDER, MOUNT, PROMOTE_ORDER, STORE_MANIFEST */
     const char *writer_id; /* STORE_ORDER */
     uint64_t writer_incarnation;
     uint32_t pin; /* STORE_PIN */
+    uint32_t how; /* EVICT_ORDER: td_msg_evict_t; STORE_MANIFEST: td_msg_manifest_t */
     uint32_t count;
     const td_block_key_t *keys;
     const td_status_t *statuses;
     const uint32_t *blocks;
     const uint64_t *epochs;
-    const uint64_t *checksums;
+    const uint64_t *checksums; /* STORE_MANIFEST: content hashes; NULL of what is gone */
 } td_msg_blocks_t;
 
 typedef struct td_msg_lookup_result {

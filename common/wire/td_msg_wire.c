@@ -404,6 +404,9 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
     PB(Lookup) lookup = TANDEM__V1__LOOKUP__INIT;
     PB(StorePin) pin = TANDEM__V1__STORE_PIN__INIT;
     PB(StoreRemove) removal = TANDEM__V1__STORE_REMOVE__INIT;
+    PB(Mount) mount = TANDEM__V1__MOUNT__INIT;
+    PB(PromoteOrder) promote = TANDEM__V1__PROMOTE_ORDER__INIT;
+    PB(StoreManifest) manifest = TANDEM__V1__STORE_MANIFEST__INIT;
     _Static_assert(sizeof(td_status_t) == sizeof(int32_t), "statuses travel as sint32");
 
     switch (msg->type) {
@@ -457,6 +460,7 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
         evict.term = m->term;
         evict.mount = m->mount;
         evict.keys = pb_keys(m->keys, m->count);
+        evict.how = (PB(Eviction))m->how;
         env->body_case = TANDEM__V1__ENVELOPE__BODY_EVICT_ORDER;
         env->evict_order = &evict;
         break;
@@ -472,6 +476,31 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
         removal.keys = pb_keys(m->keys, m->count);
         env->body_case = TANDEM__V1__ENVELOPE__BODY_STORE_REMOVE;
         env->store_remove = &removal;
+        break;
+    case TD_MSG_MOUNT:
+        mount.term = m->term;
+        mount.mount = m->mount;
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_MOUNT;
+        env->mount = &mount;
+        break;
+    case TD_MSG_PROMOTE_ORDER:
+        promote.order = m->request;
+        promote.term = m->term;
+        promote.mount = m->mount;
+        promote.keys = pb_keys(m->keys, m->count);
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_PROMOTE_ORDER;
+        env->promote_order = &promote;
+        break;
+    case TD_MSG_STORE_MANIFEST:
+        manifest.term = m->term;
+        manifest.mount = m->mount;
+        manifest.change = (PB(Manifest))m->how;
+        manifest.keys = pb_keys(m->keys, m->count);
+        if (m->how != TD_MSG_MANIFEST_GONE) {
+            PB_ARRAY(manifest, hashes, uint64_t, m->checksums, m->count);
+        }
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_STORE_MANIFEST;
+        env->store_manifest = &manifest;
         break;
     default:
         lookup.request = m->request;
@@ -543,6 +572,9 @@ td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out)
     case TD_MSG_STORE_PIN:
     case TD_MSG_STORE_REMOVE:
     case TD_MSG_STORE_RESULT:
+    case TD_MSG_MOUNT:
+    case TD_MSG_PROMOTE_ORDER:
+    case TD_MSG_STORE_MANIFEST:
         return encode_blocks(msg, &env, out);
     case TD_MSG_LOOKUP_RESULT:
         return encode_lookup_result(msg, &env, out);
@@ -846,6 +878,22 @@ static td_status_t read_keys(const ProtobufCBinaryData *keys, td_msg_blocks_t *m
     return TD_OK;
 }
 
+static td_status_t read_manifest(const PB(StoreManifest) * pb, td_msg_blocks_t *m)
+{
+    MUST((uint32_t)pb->change <= TD_MSG_MANIFEST_RESET, "store_manifest: change");
+    if (pb->keys.len > 0 || pb->change != TANDEM__V1__MANIFEST__MANIFEST_RESET) {
+        TD_TRY(read_keys(&pb->keys, m));
+    }
+    MUST(m->count <= TD_MSG_MANIFEST_KEYS_MAX, "store_manifest: too many keys");
+    MUST(pb->n_hashes == (pb->change == TANDEM__V1__MANIFEST__MANIFEST_GONE ? 0 : m->count),
+         "store_manifest: array lengths");
+    m->term = pb->term;
+    m->mount = pb->mount;
+    m->how = (uint32_t)pb->change;
+    m->checksums = pb->hashes;
+    return TD_OK;
+}
+
 static td_status_t read_put_start(const PB(PutStart) * pb, td_msg_blocks_t *m)
 {
     TD_TRY(read_keys(&pb->keys, m));
@@ -1001,6 +1049,8 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
     case TANDEM__V1__ENVELOPE__BODY_EVICT_ORDER:
         msg->u.blocks.term = env->evict_order->term;
         msg->u.blocks.mount = env->evict_order->mount;
+        MUST((uint32_t)env->evict_order->how <= TD_MSG_EVICT_REMOVE, "evict_order: how");
+        msg->u.blocks.how = (uint32_t)env->evict_order->how;
         return read_keys(&env->evict_order->keys, &msg->u.blocks);
     case TANDEM__V1__ENVELOPE__BODY_LOOKUP:
         msg->u.blocks.request = env->lookup->request;
@@ -1015,6 +1065,17 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
     case TANDEM__V1__ENVELOPE__BODY_STORE_REMOVE:
         msg->u.blocks.request = env->store_remove->request;
         return read_keys(&env->store_remove->keys, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_MOUNT:
+        msg->u.blocks.term = env->mount->term;
+        msg->u.blocks.mount = env->mount->mount;
+        return TD_OK;
+    case TANDEM__V1__ENVELOPE__BODY_PROMOTE_ORDER:
+        msg->u.blocks.request = env->promote_order->order;
+        msg->u.blocks.term = env->promote_order->term;
+        msg->u.blocks.mount = env->promote_order->mount;
+        return read_keys(&env->promote_order->keys, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_STORE_MANIFEST:
+        return read_manifest(env->store_manifest, &msg->u.blocks);
     case TANDEM__V1__ENVELOPE__BODY_STORE_RESULT:
         return read_put_result(env->store_result, &msg->u.blocks);
     default:

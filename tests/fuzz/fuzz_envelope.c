@@ -156,6 +156,9 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
     case TD_MSG_STORE_PIN:
     case TD_MSG_STORE_REMOVE:
     case TD_MSG_STORE_RESULT:
+    case TD_MSG_MOUNT:
+    case TD_MSG_PROMOTE_ORDER:
+    case TD_MSG_STORE_MANIFEST:
         msg->u.blocks = (td_msg_blocks_t){.request = 1,
                                           .term = 2,
                                           .writer_id = "d1",
@@ -183,13 +186,13 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
 }
 
 static const td_msg_type_t types[] = {
-    TD_MSG_REGISTER,     TD_MSG_REGISTERED,    TD_MSG_PEERS,      TD_MSG_HEARTBEAT,
-    TD_MSG_LEASE,        TD_MSG_RESERVE,       TD_MSG_RESERVED,   TD_MSG_START,
-    TD_MSG_LAYERS_READY, TD_MSG_KV_READY,      TD_MSG_KV_ACK,     TD_MSG_KV_FAILED,
-    TD_MSG_CANCEL,       TD_MSG_TOKENS,        TD_MSG_END,        TD_MSG_PUT_START,
-    TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,   TD_MSG_STORE_DONE, TD_MSG_EVICT_ORDER,
-    TD_MSG_LOOKUP,       TD_MSG_LOOKUP_RESULT, TD_MSG_STORE_PIN,  TD_MSG_STORE_REMOVE,
-    TD_MSG_STORE_RESULT};
+    TD_MSG_REGISTER,     TD_MSG_REGISTERED,    TD_MSG_PEERS,         TD_MSG_HEARTBEAT,
+    TD_MSG_LEASE,        TD_MSG_RESERVE,       TD_MSG_RESERVED,      TD_MSG_START,
+    TD_MSG_LAYERS_READY, TD_MSG_KV_READY,      TD_MSG_KV_ACK,        TD_MSG_KV_FAILED,
+    TD_MSG_CANCEL,       TD_MSG_TOKENS,        TD_MSG_END,           TD_MSG_PUT_START,
+    TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,   TD_MSG_STORE_DONE,    TD_MSG_EVICT_ORDER,
+    TD_MSG_LOOKUP,       TD_MSG_LOOKUP_RESULT, TD_MSG_STORE_PIN,     TD_MSG_STORE_REMOVE,
+    TD_MSG_STORE_RESULT, TD_MSG_MOUNT,         TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST};
 
 static int make_corpus(const char *dir)
 {

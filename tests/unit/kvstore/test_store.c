@@ -8,6 +8,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <stdio.h>
+#include <unistd.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
@@ -46,6 +48,9 @@ typedef struct world {
     uint32_t puts_refused;
     bool store_frozen;
     bool second_frozen;
+    bool with_ticks;   /* the master's */
+    char tier_dir[64]; /* "": no cold tier */
+    uint64_t second_mount;
     int lookups;
     uint32_t found;
     td_status_t lookup_status;
@@ -138,6 +143,9 @@ static void turn(world_t *w)
     if (!w->store_frozen) {
         kvs_segment_completions(w->segment);
         kvs_segment_tick(w->segment);
+    }
+    if (w->with_ticks) {
+        kvs_master_tick(w->master);
     }
     kvs_client_tick(w->client);
     td_member_tick(w->member, &load);
@@ -279,9 +287,46 @@ static int setup_no_lease(void **state)
     return setup_with(state, 64, policy);
 }
 
+static void open_segment_with_tier(world_t *w)
+{
+    const kvs_tier_config_t config = {
+        .dir = w->tier_dir, .bytes = 1 << 20, .block_bytes = BLOCK_BYTES, .metrics = w->metrics};
+    assert_int_equal(kvs_segment_create(w->store, w->store_transfer, w->metrics, SEGMENT_BLOCKS,
+                                        BLOCK_BYTES, &w->segment),
+                     TD_OK);
+    assert_int_equal(kvs_segment_open_tier(w->segment, &config), TD_OK);
+}
+
+/* The segment begins anew, as after the end of its process: only its disk is left. */
+static void restart_segment(world_t *w)
+{
+    kvs_master_peer_down(w->master, "store", STORE);
+    kvs_segment_destroy(w->segment);
+    memset(td_transfer_memory(w->store_transfer), 0, (size_t)SEGMENT_BLOCKS * BLOCK_BYTES);
+    open_segment_with_tier(w);
+    kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
+}
+
+static int setup_tier(void **state)
+{
+    kvs_policy_t policy = kvs_policy_default();
+    world_t *w = NULL;
+
+    policy.lease_ms = 0;
+    (void)setup_with(state, 64, policy);
+    w = *state;
+    w->with_ticks = true;
+    (void)snprintf(w->tier_dir, sizeof(w->tier_dir), "/tmp/tandem-cold-XXXXXX");
+    assert_non_null(mkdtemp(w->tier_dir));
+    kvs_segment_destroy(w->segment);
+    open_segment_with_tier(w);
+    return 0;
+}
+
 static int teardown(void **state)
 {
     world_t *w = *state;
+    static const char *const tier_files[] = {"tier.data", "tier.index", "tier.reading"};
     td_transfer_destroy(w->writer_transfer);
     td_transfer_destroy(w->store_transfer);
     td_transfer_destroy(w->second_transfer);
@@ -298,6 +343,12 @@ static int teardown(void **state)
     td_bus_destroy(w->writer);
     td_bus_destroy(w->store);
     td_metrics_destroy(w->metrics);
+    for (uint32_t i = 0; w->tier_dir[0] != '\0' && i < TD_ARRAY_LEN(tier_files); i++) {
+        char path[96];
+        (void)snprintf(path, sizeof(path), "%s/%s", w->tier_dir, tier_files[i]);
+        (void)unlink(path);
+    }
+    (void)rmdir(w->tier_dir);
     free(w);
     return 0;
 }
@@ -896,6 +947,212 @@ static void test_store_prefixes_are_evicted_from_the_end(void **state)
     assert_in_range(w->found, 1, 7);
 }
 
+/* --- cold tier -------------------------------------------------------------------------------- */
+
+/* The last of a series: a segment that began anew declares its own again. */
+static uint64_t metric(world_t *w, const char *series)
+{
+    td_str_t text = {0};
+    char line[128];
+    uint64_t value = UINT64_MAX;
+
+    (void)snprintf(line, sizeof(line), "\n%s ", series);
+    assert_int_equal(td_metrics_render(w->metrics, &text), TD_OK);
+    for (const char *at = strstr(text.bytes, line); at != NULL; at = strstr(at + 1, line)) {
+        value = strtoull(at + strlen(line), NULL, 10);
+    }
+    td_str_fini(&text);
+    return value;
+}
+
+#define COLD_KEYS(w) metric(w, "tandem_kvstore_cold_keys")
+
+/* What a lookup named is the writer's block. */
+static void assert_bytes_of(world_t *w, uint32_t first)
+{
+    for (uint32_t i = 0; i < w->found; i++) {
+        td_block_key_t key = key_of(first + i);
+        const uint8_t *stored =
+            td_transfer_memory(w->store_transfer) + (size_t)w->where[i] * BLOCK_BYTES;
+        assert_int_equal(stored[0], (uint8_t)(first + i + 1));
+        assert_int_equal(
+            td_block_checksum(td_block_content_hash(stored, BLOCK_BYTES), &key, w->epochs[i]),
+            w->checksums[i]);
+    }
+}
+
+static void put_one_by_one(world_t *w, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+}
+
+/* Until so many are found: on a busy machine the disk may take longer than a lookup waits, and the
+ * next one finds what has come since. */
+static void lookup_until(world_t *w, uint32_t first, uint32_t count, uint32_t want)
+{
+    td_block_key_t keys[WRITER_BLOCKS];
+    uint64_t until = td_now_ns() + 10 * TD_NS_PER_S;
+
+    for (uint32_t i = 0; i < count; i++) {
+        keys[i] = key_of(first + i);
+    }
+    do {
+        int before = w->lookups;
+        assert_true(td_now_ns() < until);
+        if (kvs_client_lookup(w->client, keys, count, on_lookup, w, 0) == TD_OK) {
+            TURN_UNTIL(w, w->lookups > before);
+        } else {
+            turn(w);
+        }
+    } while (w->found != want);
+}
+
+/* Blocks that gave way come back, with those that did not, as one prefix. */
+static void test_store_cold_blocks_come_back(void **state)
+{
+    world_t *w = *state;
+
+    put_one_by_one(w, 30);
+    TURN_UNTIL(w, COLD_KEYS(w) == 12); /* at 18 of 20 one goes for each that comes */
+    lookup_until(w, 8, 16, 16);        /* four cold ones, the rest in memory */
+    assert_bytes_of(w, 8);
+    assert_int_equal(metric(w, "tandem_kvstore_promoted_blocks_total"), 4);
+    lookup_until(w, 0, 8, 8);
+    assert_bytes_of(w, 0);
+}
+
+/* After the segment's end its disk is told of, and read from. */
+static void test_store_cold_blocks_survive_the_segment(void **state)
+{
+    world_t *w = *state;
+
+    put_one_by_one(w, 30);
+    TURN_UNTIL(w, COLD_KEYS(w) == 12);
+    restart_segment(w);
+    assert_int_equal(COLD_KEYS(w), 0); /* until the manifest comes */
+    lookup(w, 20, 1);
+    assert_int_equal(w->found, 0); /* it was in memory only */
+    TURN_UNTIL(w, COLD_KEYS(w) == 12);
+    lookup_until(w, 0, 20, 12);
+    assert_bytes_of(w, 0);
+}
+
+/* A master that mounts a living segment anew: what was in memory goes to the disk, and is found. */
+static void test_store_blocks_survive_the_master(void **state)
+{
+    world_t *w = *state;
+
+    put_one_by_one(w, 10);
+    kvs_master_peer_down(w->master, "store", STORE);
+    kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
+    TURN_UNTIL(w, COLD_KEYS(w) == 10);
+    lookup_until(w, 0, 12, 10);
+    assert_bytes_of(w, 0);
+}
+
+/* What was removed is gone from the disk too. */
+static void test_store_removed_blocks_do_not_come_back(void **state)
+{
+    world_t *w = *state;
+    uint64_t left = 0;
+
+    put_one_by_one(w, 30);
+    TURN_UNTIL(w, COLD_KEYS(w) == 12);
+    lookup_until(w, 0, 1, 1); /* in memory and on the disk */
+    change(w, TD_MSG_STORE_REMOVE, 0, 0, 2);
+    assert_int_equal(w->results[0], TD_OK);
+    assert_int_equal(w->results[1], TD_OK);
+    TURN_UNTIL(w, metric(w, "tandem_kvstore_tier_blocks") == COLD_KEYS(w));
+    left = COLD_KEYS(w);
+    assert_in_range(left, 10, 12);
+    restart_segment(w);
+    TURN_UNTIL(w, COLD_KEYS(w) == left);
+    lookup(w, 0, 2);
+    assert_int_equal(w->found, 0);
+    lookup_until(w, 2, 1, 1);
+}
+
+/* I3: a block that is damaged on the disk is a miss, and the master hears that it is gone. */
+static void test_i3_store_damaged_cold_block_is_a_miss(void **state)
+{
+    world_t *w = *state;
+    char path[96];
+    FILE *file = NULL;
+
+    put_one_by_one(w, 30);
+    TURN_UNTIL(w, COLD_KEYS(w) == 12);
+    (void)snprintf(path, sizeof(path), "%s/tier.data", w->tier_dir);
+    file = fopen(path, "r+b");
+    assert_non_null(file);
+    for (long slot = 0; slot < 12; slot++) {
+        assert_int_equal(fseek(file, 4096 + slot * 8192 + 1000, SEEK_SET), 0);
+        assert_true(fputc(255, file) == 255);
+    }
+    assert_int_equal(fclose(file), 0);
+    lookup(w, 0, 4);
+    assert_int_equal(w->found, 0);
+    assert_int_equal(w->lookup_status, TD_ERR_NOT_FOUND);
+    TURN_UNTIL(w, metric(w, "tandem_kvstore_tier_gets_total{result=\"corrupt\"}") == 4);
+    lookup(w, 0, 4); /* and is not asked for again */
+    assert_int_equal(w->found, 0);
+    assert_int_equal(metric(w, "tandem_kvstore_tier_gets_total{result=\"miss\"}"), 0);
+}
+
+/* A cold tier that does not answer costs a lookup KVS_PROMOTE_MS, for a while; then nothing. */
+static void test_i6_store_silent_cold_tier_is_waited_for_briefly(void **state)
+{
+    world_t *w = *state;
+    td_block_key_t keys[2] = {key_of(1), key_of(2)};
+    uint64_t hashes[2] = {1, 2};
+    td_msg_t msg;
+    td_msg_arena_t *arena = NULL;
+    uint64_t began = 0;
+
+    w->second_frozen = true;
+    w->with_ticks = true;
+    while (td_bus_recv(w->second, &msg, &arena) != TD_OK) {
+        td_bus_wait(w->second, NULL, 0, 10, NULL);
+        turn(w);
+    }
+    assert_int_equal(msg.type, TD_MSG_MOUNT);
+    w->second_mount = msg.u.blocks.mount;
+    td_msg_arena_free(arena);
+    msg = (td_msg_t){.type = TD_MSG_STORE_MANIFEST, .sender_incarnation = SECOND};
+    msg.u.blocks = (td_msg_blocks_t){
+        .term = 1, .mount = w->second_mount, .count = 2, .keys = keys, .checksums = hashes};
+    assert_true(kvs_master_handle(w->master, &msg));
+    assert_int_equal(COLD_KEYS(w), 2);
+    msg.u.blocks.how = TD_MSG_MANIFEST_RESET; /* of the two only one is left */
+    msg.u.blocks.count = 1;
+    assert_true(kvs_master_handle(w->master, &msg));
+    assert_int_equal(COLD_KEYS(w), 1);
+    msg.u.blocks.mount++; /* another mounting's: not heard */
+    assert_true(kvs_master_handle(w->master, &msg));
+    msg.u.blocks.how = TD_MSG_MANIFEST_GONE;
+    assert_true(kvs_master_handle(w->master, &msg));
+    assert_int_equal(COLD_KEYS(w), 1);
+    began = td_now_ns();
+    lookup(w, 1, 2);
+    assert_int_equal(w->lookup_status, TD_ERR_NOT_FOUND); /* an answer, in time */
+    assert_in_range((td_now_ns() - began) / TD_NS_PER_MS, 45, KVS_LOOKUP_MS);
+    assert_int_equal(metric(w, "tandem_kvstore_held_lookups_total{result=\"timeout\"}"), 1);
+    while (td_now_ns() - began < (KVS_PROMOTE_ABANDONED_MS + 100) * TD_NS_PER_MS) {
+        turn(w);
+    }
+    began = td_now_ns();
+    lookup(w, 1, 2);
+    assert_in_range((td_now_ns() - began) / TD_NS_PER_MS, 0, 40);
+    assert_int_equal(metric(w, "tandem_kvstore_held_lookups_total{result=\"timeout\"}"), 1);
+}
+
+static int setup_two_default(void **state)
+{
+    return setup_two(state, kvs_policy_default());
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -935,6 +1192,16 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_store_slow_master_is_waited_for_once, setup, teardown),
         cmocka_unit_test_setup_teardown(test_store_slow_offers_pins_yield_to_who_needs_blocks,
                                         setup, teardown),
+        cmocka_unit_test_setup_teardown(test_store_cold_blocks_come_back, setup_tier, teardown),
+        cmocka_unit_test_setup_teardown(test_store_cold_blocks_survive_the_segment, setup_tier,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_blocks_survive_the_master, setup_tier, teardown),
+        cmocka_unit_test_setup_teardown(test_store_removed_blocks_do_not_come_back, setup_tier,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i3_store_damaged_cold_block_is_a_miss, setup_tier,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i6_store_silent_cold_tier_is_waited_for_briefly,
+                                        setup_two_default, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

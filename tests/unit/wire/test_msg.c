@@ -145,9 +145,10 @@ static void test_msg_kv_ready_survives_the_wire(void **state)
 
 static void test_msg_store_lists_survive_the_wire(void **state)
 {
-    const td_msg_type_t types[] = {TD_MSG_PUT_START,  TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,
-                                   TD_MSG_STORE_DONE, TD_MSG_EVICT_ORDER,  TD_MSG_LOOKUP,
-                                   TD_MSG_STORE_PIN,  TD_MSG_STORE_REMOVE, TD_MSG_STORE_RESULT};
+    const td_msg_type_t types[] = {TD_MSG_PUT_START,     TD_MSG_PUT_RESULT,    TD_MSG_STORE_ORDER,
+                                   TD_MSG_STORE_DONE,    TD_MSG_EVICT_ORDER,   TD_MSG_LOOKUP,
+                                   TD_MSG_STORE_PIN,     TD_MSG_STORE_REMOVE,  TD_MSG_STORE_RESULT,
+                                   TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST};
     (void)state;
 
     for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
@@ -159,6 +160,7 @@ static void test_msg_store_lists_survive_the_wire(void **state)
                                          .writer_id = "w",
                                          .writer_incarnation = 3,
                                          .pin = TD_MSG_PIN_MAX,
+                                         .how = TD_MSG_MANIFEST_RESET,
                                          .count = 3,
                                          .keys = keys,
                                          .statuses = statuses,
@@ -169,10 +171,60 @@ static void test_msg_store_lists_survive_the_wire(void **state)
         assert_int_equal(out.u.blocks.count, 3);
         assert_memory_equal(out.u.blocks.keys, keys, sizeof(keys));
         assert_int_equal(out.u.blocks.pin, types[i] == TD_MSG_STORE_PIN ? TD_MSG_PIN_MAX : 0);
+        assert_int_equal(out.u.blocks.how,
+                         types[i] == TD_MSG_STORE_MANIFEST || types[i] == TD_MSG_EVICT_ORDER
+                             ? TD_MSG_MANIFEST_RESET
+                             : 0);
         if (types[i] == TD_MSG_STORE_DONE || types[i] == TD_MSG_STORE_RESULT) {
             assert_memory_equal(out.u.blocks.statuses, statuses, sizeof(statuses));
         }
         td_msg_arena_free(arena);
+    }
+}
+
+/* Only a reset manifest may be empty, none too long, and what is gone has no hashes. */
+static void test_msg_mount_and_manifest(void **state)
+{
+    static td_block_key_t many[TD_MSG_MANIFEST_KEYS_MAX + 1];
+    static uint64_t hashes[TD_MSG_MANIFEST_KEYS_MAX + 1];
+    static const struct {
+        td_msg_type_t type;
+        uint32_t how;
+        uint32_t count;
+        td_status_t status;
+    } cases[] = {
+        {TD_MSG_MOUNT, 0, 0, TD_OK},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_RESET, 0, TD_OK},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_HERE, 0, TD_ERR_PROTOCOL},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_GONE, 2, TD_OK},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_RESET + 1, 2, TD_ERR_PROTOCOL},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_HERE, TD_MSG_MANIFEST_KEYS_MAX, TD_OK},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_HERE, TD_MSG_MANIFEST_KEYS_MAX + 1,
+         TD_ERR_PROTOCOL},
+        {TD_MSG_EVICT_ORDER, TD_MSG_EVICT_REMOVE + 1, 2, TD_ERR_PROTOCOL},
+    };
+    (void)state;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(cases); i++) {
+        td_msg_t msg = {.type = cases[i].type, .sender_id = "x"};
+        td_msg_arena_t *arena = NULL;
+        td_str_t bytes = {0};
+        td_msg_t out;
+        msg.u.blocks = (td_msg_blocks_t){.term = 2,
+                                         .mount = 5,
+                                         .how = cases[i].how,
+                                         .count = cases[i].count,
+                                         .keys = many,
+                                         .checksums = hashes};
+        assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+        assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), cases[i].status);
+        if (cases[i].status == TD_OK) {
+            assert_int_equal(out.u.blocks.term, 2);
+            assert_int_equal(out.u.blocks.mount, 5);
+            assert_int_equal(out.u.blocks.count, cases[i].count);
+            td_msg_arena_free(arena);
+        }
+        td_str_fini(&bytes);
     }
 }
 
@@ -291,6 +343,7 @@ int main(void)
         cmocka_unit_test(test_msg_work_survives_the_wire),
         cmocka_unit_test(test_msg_kv_ready_survives_the_wire),
         cmocka_unit_test(test_msg_store_lists_survive_the_wire),
+        cmocka_unit_test(test_msg_mount_and_manifest),
         cmocka_unit_test(test_msg_decode_refuses_what_breaks_the_rules),
         cmocka_unit_test(test_msg_decode_survives_every_flipped_byte),
         cmocka_unit_test(test_msg_codec_survives_every_failing_allocation),
