@@ -246,17 +246,18 @@ typedef struct td_msg_end {
 #define TD_MSG_PIN_MAX 2u /* none, soft, hard */
 #define TD_MSG_MANIFEST_KEYS_MAX 1024u
 
-typedef enum td_msg_evict {                        /* EVICT_ORDER */
-                            TD_MSG_EVICT_DROP = 0, /* of memory only */
-                            TD_MSG_EVICT_DEMOTE,   /* for space: the cold tier may keep it */
-                            TD_MSG_EVICT_REMOVE    /* of memory and of the cold tier */
+/** EVICT_ORDER. */
+typedef enum td_msg_evict {
+    TD_MSG_EVICT_DROP = 0, /* of memory only */
+    TD_MSG_EVICT_DEMOTE,   /* for space: the cold tier may keep it */
+    TD_MSG_EVICT_REMOVE    /* of memory and of the cold tier */
 } td_msg_evict_t;
 
-typedef enum td_msg_manifest { /* STORE_MANIFEST */
-                               TD_MSG_MANIFEST_HERE = 0,
-                               TD_MSG_MANIFEST_GONE,
-                               TD_MSG_MANIFEST_RESET /* what was told before is void; count may be 0
-                                                      */
+/** STORE_MANIFEST. */
+typedef enum td_msg_manifest {
+    TD_MSG_MANIFEST_HERE = 0,
+    TD_MSG_MANIFEST_GONE,
+    TD_MSG_MANIFEST_RESET /* what was told before is void; count may be 0 */
 } td_msg_manifest_t;
 
 /** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP, STORE_PIN, STORE_REMOVE,

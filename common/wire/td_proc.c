@@ -75,7 +75,8 @@ td_config_next_t td_proc_init(td_proc_t *proc, const char *program, const char *
     }
     td_log_init(proc->id, level);
     if (sodium_init() < 0 || td_fault_init(td_config_text(proc->config, "fault")) != TD_OK) {
-        (void)fprintf(stderr, "%s: fault: STEP:kill|stop|hang[:N] expected, in a test build\n", program);
+        (void)fprintf(stderr, "%s: fault: STEP:kill|stop|hang[:N] expected, in a test build\n",
+                      program);
         return TD_CONFIG_EXIT_USAGE;
     }
     if (td_cluster_secret_load(td_config_text(proc->config, "cluster-secret-file"), proc->secret) !=

@@ -23,7 +23,7 @@
          0,           "error|warn|info|debug"},                                                    \
         {"ready-file", TD_OPTION_TEXT, NULL, "write the status page's host:port here once bound"}, \
     {                                                                                              \
-        "fault", TD_OPTION_TEXT, NULL, "test builds: STEP:kill|stop|hang[:N]"                           \
+        "fault", TD_OPTION_TEXT, NULL, "test builds: STEP:kill|stop|hang[:N]"                      \
     }
 
 typedef struct td_proc {

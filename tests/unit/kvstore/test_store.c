@@ -871,6 +871,17 @@ static void test_store_put_is_good_with_one_replica(void **state)
     assert_int_equal(w->puts_refused, 0);
 }
 
+static bool metric_says(const world_t *w, const char *text)
+{
+    td_str_t all = {0};
+    bool says = false;
+
+    assert_int_equal(td_metrics_render(w->metrics, &all), TD_OK);
+    says = strstr(all.bytes, text) != NULL;
+    td_str_fini(&all);
+    return says;
+}
+
 /* What is read often is copied to another segment, by the segments themselves. */
 static void test_store_hot_keys_are_replicated(void **state)
 {
@@ -882,7 +893,8 @@ static void test_store_hot_keys_are_replicated(void **state)
         lookup(w, 0, 2);
         assert_int_equal(w->found, 2);
     }
-    TURN_UNTIL(w, second_holds(w, 0) && second_holds(w, 1));
+    TURN_UNTIL(w, metric_says(w, "hot_replicas_total{change=\"made\"} 2\n"));
+    assert_true(second_holds(w, 0) && second_holds(w, 1));
     lookup(w, 0, 3);
     assert_int_equal(w->found, 3);
     assert_false(second_holds(w, 2));
