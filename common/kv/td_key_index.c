@@ -6,6 +6,10 @@
 
 #define SLOTS_AHEAD 24u   /* keys whose slot is asked for before it is read */
 #define ENTRIES_AHEAD 12u /* and whose entry is */
+/* A slot holds an entry in its low bits, as many as the capacity asks for, and a tag of the key
+ * above: probing past another key costs no look at that one's entry, which lies anywhere in memory.
+ * The highest bit is never set, so no slot with an entry looks empty. */
+#define TAG_BITS 0x7fffffffu
 
 static const td_block_key_t *key_at(const td_key_index_t *x, uint32_t entry)
 {
@@ -19,10 +23,29 @@ static uint32_t home_of(const td_key_index_t *x, const td_block_key_t *key)
     return hash & x->mask;
 }
 
+static uint32_t tag_of(const td_key_index_t *x, const td_block_key_t *key)
+{
+    uint32_t hash = 0;
+    memcpy(&hash, key->bytes + sizeof(hash), sizeof(hash));
+    return hash << x->entry_bits & TAG_BITS;
+}
+
+static uint32_t entry_mask(const td_key_index_t *x)
+{
+    return (1u << x->entry_bits) - 1;
+}
+
+static uint32_t entry_of(const td_key_index_t *x, uint32_t slot_value)
+{
+    return slot_value == TD_KEY_INDEX_NONE ? TD_KEY_INDEX_NONE : slot_value & entry_mask(x);
+}
+
 td_status_t td_key_index_init(td_key_index_t *x, uint32_t capacity, const td_block_key_t *first_key,
                               size_t stride)
 {
     uint64_t slots = 4;
+
+    TD_ASSERT(capacity <= TD_KEY_INDEX_CAPACITY_MAX);
     while (slots * 2 < (uint64_t)capacity * 3) {
         slots *= 2;
     }
@@ -32,6 +55,10 @@ td_status_t td_key_index_init(td_key_index_t *x, uint32_t capacity, const td_blo
     }
     memset(x->slots, 0xff, slots * sizeof(*x->slots));
     x->mask = (uint32_t)(slots - 1);
+    x->entry_bits = 1;
+    while (1u << x->entry_bits < capacity) {
+        x->entry_bits++;
+    }
     x->keys = (const uint8_t *)first_key;
     x->stride = stride;
     return TD_OK;
@@ -43,19 +70,30 @@ void td_key_index_fini(td_key_index_t *x)
     x->slots = NULL;
 }
 
+/* From a slot on, the first that is empty or has the key's tag. */
+static uint32_t likely_slot(const td_key_index_t *x, uint32_t tag, uint32_t slot)
+{
+    while (x->slots[slot] != TD_KEY_INDEX_NONE && (x->slots[slot] & ~entry_mask(x)) != tag) {
+        slot = (slot + 1) & x->mask;
+    }
+    return slot;
+}
+
 static uint32_t slot_of(const td_key_index_t *x, const td_block_key_t *key)
 {
-    uint32_t slot = home_of(x, key);
+    const uint32_t tag = tag_of(x, key);
+    uint32_t slot = likely_slot(x, tag, home_of(x, key));
+
     while (x->slots[slot] != TD_KEY_INDEX_NONE &&
-           !td_block_key_equal(key_at(x, x->slots[slot]), key)) {
-        slot = (slot + 1) & x->mask;
+           !td_block_key_equal(key_at(x, entry_of(x, x->slots[slot])), key)) {
+        slot = likely_slot(x, tag, (slot + 1) & x->mask);
     }
     return slot;
 }
 
 uint32_t td_key_index_find(const td_key_index_t *x, const td_block_key_t *key)
 {
-    return x->slots[slot_of(x, key)];
+    return entry_of(x, x->slots[slot_of(x, key)]);
 }
 
 uint32_t td_key_index_find_run(const td_key_index_t *x, const td_block_key_t *keys, uint32_t count,
@@ -66,9 +104,10 @@ uint32_t td_key_index_find_run(const td_key_index_t *x, const td_block_key_t *ke
             __builtin_prefetch(&x->slots[home_of(x, &keys[i])]);
         }
         if (i >= SLOTS_AHEAD - ENTRIES_AHEAD && i - (SLOTS_AHEAD - ENTRIES_AHEAD) < count) {
-            const uint32_t entry = x->slots[home_of(x, &keys[i - (SLOTS_AHEAD - ENTRIES_AHEAD)])];
-            if (entry != TD_KEY_INDEX_NONE) {
-                __builtin_prefetch(key_at(x, entry), 1);
+            const td_block_key_t *key = &keys[i - (SLOTS_AHEAD - ENTRIES_AHEAD)];
+            const uint32_t slot = likely_slot(x, tag_of(x, key), home_of(x, key));
+            if (x->slots[slot] != TD_KEY_INDEX_NONE) {
+                __builtin_prefetch(key_at(x, entry_of(x, x->slots[slot])), 1);
             }
         }
         if (i >= SLOTS_AHEAD) {
@@ -90,7 +129,7 @@ void td_key_index_add(td_key_index_t *x, uint32_t entry)
 {
     uint32_t slot = slot_of(x, key_at(x, entry));
     TD_ASSERT(x->slots[slot] == TD_KEY_INDEX_NONE);
-    x->slots[slot] = entry;
+    x->slots[slot] = tag_of(x, key_at(x, entry)) | entry;
 }
 
 void td_key_index_remove(td_key_index_t *x, uint32_t entry)
@@ -98,14 +137,14 @@ void td_key_index_remove(td_key_index_t *x, uint32_t entry)
     uint32_t hole = slot_of(x, key_at(x, entry));
     uint32_t at = hole;
 
-    TD_ASSERT(x->slots[hole] == entry);
+    TD_ASSERT(entry_of(x, x->slots[hole]) == entry);
     for (;;) {
         uint32_t home = 0;
         at = (at + 1) & x->mask;
         if (x->slots[at] == TD_KEY_INDEX_NONE) {
             break;
         }
-        home = home_of(x, key_at(x, x->slots[at]));
+        home = home_of(x, key_at(x, entry_of(x, x->slots[at])));
         /* Move the entry back unless its home lies cyclically in (hole, at]. */
         if (((at - home) & x->mask) >= ((at - hole) & x->mask)) {
             x->slots[hole] = x->slots[at];

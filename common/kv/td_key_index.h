@@ -10,16 +10,19 @@
 #include "common/kv/td_block_key.h"
 
 #define TD_KEY_INDEX_NONE UINT32_MAX
+#define TD_KEY_INDEX_CAPACITY_MAX (1u << 28)
 
 typedef struct td_key_index {
-    uint32_t *slots; /* owned; entry or TD_KEY_INDEX_NONE */
+    uint32_t *slots; /* owned; entry, and above it a tag of its key, or TD_KEY_INDEX_NONE */
     uint32_t mask;
+    uint32_t entry_bits; /* of a slot */
     const uint8_t *keys; /* borrowed: key of entry i at keys + i * stride */
     size_t stride;       /* bytes */
 } td_key_index_t;
 
-/** Makes an empty index for at most capacity entries (a third of the slots or more stay free).
- * Errors: TD_ERR_NO_MEMORY; the index is then as td_key_index_fini() leaves it. */
+/** Makes an empty index for at most capacity entries, <= TD_KEY_INDEX_CAPACITY_MAX (a third of the
+ * slots or more stay free). Errors: TD_ERR_NO_MEMORY; the index is then as td_key_index_fini()
+ * leaves it. */
 TD_MUST_CHECK td_status_t td_key_index_init(td_key_index_t *index, uint32_t capacity,
                                             const td_block_key_t *first_key, size_t stride);
 void td_key_index_fini(td_key_index_t *index);

@@ -32,10 +32,11 @@ static int teardown(void **state)
 
 static td_block_key_t key_of(uint32_t n)
 {
+    const uint32_t hash[2] = {n % 5, n * 2654435761u}; /* where the index looks: many probes */
     td_block_key_t key;
     memset(&key, 0, sizeof(key));
-    memcpy(key.bytes, &n, sizeof(n));
-    key.bytes[15] = 1;
+    memcpy(key.bytes, hash, sizeof(hash));
+    memcpy(key.bytes + sizeof(hash), &n, sizeof(n));
     return key;
 }
 
