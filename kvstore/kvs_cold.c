@@ -28,7 +28,7 @@ td_status_t kvs_cold_create(uint32_t keys_max, kvs_cold_t **out)
         return TD_ERR_NO_MEMORY;
     }
     c->keys_max = keys_max;
-    c->keys = td_calloc_table(keys_max, sizeof(*c->keys));
+    c->keys = td_calloc_large(keys_max, sizeof(*c->keys));
     if (c->keys == NULL ||
         td_key_index_init(&c->index, keys_max, &c->keys[0].key, sizeof(*c->keys)) != TD_OK) {
         kvs_cold_destroy(c);

@@ -63,10 +63,10 @@ td_status_t kvs_index_create(uint32_t keys_max, const kvs_policy_t *policy, kvs_
     x->policy = *policy;
     x->keys_max = keys_max;
     x->replicas_max = keys_max * policy->replicas + keys_max / 4; /* some keys are hot */
-    x->entries = td_calloc_table(keys_max, sizeof(*x->entries));
-    x->free_entries = td_calloc_table(keys_max, sizeof(*x->free_entries));
-    x->replicas = td_calloc_table(x->replicas_max, sizeof(*x->replicas));
-    x->free_replicas = td_calloc_table(x->replicas_max, sizeof(*x->free_replicas));
+    x->entries = td_calloc_large(keys_max, sizeof(*x->entries));
+    x->free_entries = td_calloc_large(keys_max, sizeof(*x->free_entries));
+    x->replicas = td_calloc_large(x->replicas_max, sizeof(*x->replicas));
+    x->free_replicas = td_calloc_large(x->replicas_max, sizeof(*x->free_replicas));
     if (x->entries == NULL || x->free_entries == NULL || x->replicas == NULL ||
         x->free_replicas == NULL ||
         td_key_index_init(&x->keys, keys_max, &x->entries[0].key, sizeof(*x->entries)) != TD_OK) {

@@ -96,20 +96,33 @@ void *td_alloc_aligned(size_t align_bytes, size_t bytes)
     return ptr;
 }
 
-void *td_calloc_table(size_t count, size_t bytes)
+void *td_alloc_large(size_t bytes)
+{
+    void *large = NULL;
+
+    if (bytes < HUGE_PAGE_BYTES) {
+        return td_alloc(bytes);
+    }
+    large = td_alloc_aligned(HUGE_PAGE_BYTES, bytes);
+    if (large != NULL) {
+        (void)madvise(large, bytes, MADV_HUGEPAGE); /* a wish: refused, it works all the same */
+    }
+    return large;
+}
+
+void *td_calloc_large(size_t count, size_t bytes)
 {
     size_t size = 0;
-    void *table = NULL;
+    void *large = NULL;
 
     if (!td_size_mul(count, bytes, &size) || size < HUGE_PAGE_BYTES) {
         return td_calloc(count, bytes);
     }
-    table = td_alloc_aligned(HUGE_PAGE_BYTES, size);
-    if (table != NULL) {
-        (void)madvise(table, size, MADV_HUGEPAGE); /* a wish: refused, it works all the same */
-        memset(table, 0, size);
+    large = td_alloc_large(size);
+    if (large != NULL) {
+        memset(large, 0, size);
     }
-    return table;
+    return large;
 }
 
 char *td_strndup(const char *text, size_t len)

@@ -1,11 +1,9 @@
 #include "common/base/td_arena.h"
 
 #include <stdint.h>
-#include <sys/mman.h>
 
 #include "common/base/td_base.h"
 
-#define HUGE_PAGE_BYTES ((size_t)2 << 20)
 #define CHUNK_BYTES ((size_t)32 << 20) /* address space: pages that nobody touches cost nothing */
 
 typedef struct chunk {
@@ -32,12 +30,11 @@ static chunk_t *add_chunk(td_arena_t *arena, size_t bytes)
     if (chunk == NULL) {
         return NULL;
     }
-    chunk->bytes = td_alloc_aligned(HUGE_PAGE_BYTES, size);
+    chunk->bytes = td_alloc_large(size);
     if (chunk->bytes == NULL) {
         td_free(chunk);
         return NULL;
     }
-    (void)madvise(chunk->bytes, size, MADV_HUGEPAGE); /* a wish: refused, it works all the same */
     chunk->size = size;
     chunk->next = arena->chunks;
     arena->chunks = chunk;

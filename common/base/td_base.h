@@ -39,9 +39,11 @@ void *td_alloc(size_t bytes);
 void *td_calloc(size_t count, size_t bytes);
 void *td_realloc(void *ptr, size_t bytes);
 void *td_alloc_aligned(size_t align_bytes, size_t bytes);
-/** A calloc for tables that are read at random: large ones lie in huge pages, so that an access
- * seldom costs a page walk as well. They are touched at once. */
-void *td_calloc_table(size_t count, size_t bytes);
+/** For memory that is read at random or from end to end: from 2 MiB on it lies in huge pages, where
+ * the system has them, so that an access seldom costs a page walk as well. td_calloc_large()
+ * touches it at once. */
+void *td_alloc_large(size_t bytes);
+void *td_calloc_large(size_t count, size_t bytes);
 char *td_strdup(const char *text);
 char *td_strndup(const char *text, size_t len);
 void td_free(void *ptr);

@@ -49,7 +49,7 @@ td_status_t td_key_index_init(td_key_index_t *x, uint32_t capacity, const td_blo
     while (slots * 2 < (uint64_t)capacity * 3) {
         slots *= 2;
     }
-    x->slots = td_calloc_table(slots, sizeof(*x->slots));
+    x->slots = td_alloc_large(slots * sizeof(*x->slots));
     if (x->slots == NULL) {
         return TD_ERR_NO_MEMORY;
     }

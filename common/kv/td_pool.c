@@ -67,9 +67,9 @@ td_status_t td_pool_create(uint8_t *bytes, uint32_t block_count, size_t block_by
     if (pool == NULL) {
         goto err;
     }
-    pool->meta = td_calloc_table(block_count, sizeof(*pool->meta));
-    pool->epochs = td_calloc_table(block_count, sizeof(*pool->epochs));
-    pool->content_hashes = td_calloc_table(block_count, sizeof(*pool->content_hashes));
+    pool->meta = td_calloc_large(block_count, sizeof(*pool->meta));
+    pool->epochs = td_calloc_large(block_count, sizeof(*pool->epochs));
+    pool->content_hashes = td_calloc_large(block_count, sizeof(*pool->content_hashes));
     if (pool->meta == NULL || pool->epochs == NULL || pool->content_hashes == NULL ||
         td_key_index_init(&pool->index, block_count, &pool->meta[0].key, sizeof(*pool->meta)) !=
             TD_OK) {
