@@ -3,7 +3,7 @@
  * in the order of td_cpu_portable.c, whatever the vector's length.
  *
  * Included once by each file of vector kernels, which defines before: vec_t, vec_mask_t, VEC_LANES,
- * vec_load, vec_store, vec_load_tile (gathers and converts a tile), vec_set1, vec_mul, vec_add,
+ * vec_load, vec_store, vec_set1, vec_mul, vec_add,
  * vec_sub, vec_fma, vec_max, vec_exp, vec_above (of reaches and a token: which lanes see it),
  * vec_keep (zero elsewhere), vec_select. Threads: any; the scratch belongs to one thread. */
 #pragma once
@@ -16,6 +16,34 @@
 #define LEVELS 3u        /* of the tree that adds them */
 #define SCORE_VECTORS 3u /* with 4 tokens: 12 chains at once */
 #define MIX_VECTORS 4u   /* of a value, for VEC_MIX_QUERIES queries at once */
+
+/* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. Shape: out [tokens][head_dim]. */
+static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
+                      float *out)
+{
+    const uint32_t head_dim = job->kv->head_dim;
+
+    for (uint32_t t = 0; t < tokens; t += 16) {
+        const uint8_t *values = td_cpu_kv_at(job, is_v, tile + t);
+        const uint8_t *scales = td_cpu_kv_scale_at(job, is_v, tile + t);
+        const uint32_t count = TD_MIN(16u, tokens - t);
+        float *to = out + (size_t)t * head_dim;
+        switch (job->kv->codec) {
+        case TD_KV_F16:
+            load_run_f16(values, (size_t)count * head_dim, to);
+            break;
+        case TD_KV_F8_E4M3:
+            load_run(values, scales, count, head_dim, to, TD_KV_F8_E4M3);
+            break;
+        case TD_KV_I8:
+            load_run(values, scales, count, head_dim, to, TD_KV_I8);
+            break;
+        default:
+            load_run(values, scales, count, head_dim, to, TD_KV_F4_E2M1);
+            break;
+        }
+    }
+}
 
 /* Chains of up to 8 tokens and SCORE_VECTORS vectors of queries. */
 typedef vec_t score_chains_t[8][SCORE_VECTORS];
@@ -311,8 +339,8 @@ static void attend_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uin
             const uint32_t seen = job->position + TD_MIN(i, queries - 1) / job->group + 1;
             s->reach[i] = (int32_t)(seen <= tile ? 0 : TD_MIN(seen - tile, tokens));
         }
-        vec_load_tile(job, false, tile, tokens, s->keys);
-        vec_load_tile(job, true, tile, tokens, s->values);
+        load_tile(job, false, tile, tokens, s->keys);
+        load_tile(job, true, tile, tokens, s->values);
         score_tile(s, lanes, head_dim, tokens);
         if (partial) {
             weigh_part(s, lanes);

@@ -48,39 +48,10 @@ ALWAYS_INLINE void load_run(const uint8_t *values, const uint8_t *scales, uint32
     }
 }
 
-/* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. Shape: out [tokens][head_dim]. */
-static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
-                      float *out)
-{
-    const uint32_t head_dim = job->kv->head_dim;
-
-    for (uint32_t t = 0; t < tokens; t += 16) {
-        const uint8_t *values = td_cpu_kv_at(job, is_v, tile + t);
-        const uint8_t *scales = td_cpu_kv_scale_at(job, is_v, tile + t);
-        const uint32_t count = TD_MIN(16u, tokens - t);
-        float *to = out + (size_t)t * head_dim;
-        switch (job->kv->codec) {
-        case TD_KV_F16:
-            load_run_f16(values, (size_t)count * head_dim, to);
-            break;
-        case TD_KV_F8_E4M3:
-            load_run(values, scales, count, head_dim, to, TD_KV_F8_E4M3);
-            break;
-        case TD_KV_I8:
-            load_run(values, scales, count, head_dim, to, TD_KV_I8);
-            break;
-        default:
-            load_run(values, scales, count, head_dim, to, TD_KV_F4_E2M1);
-            break;
-        }
-    }
-}
-
 typedef __m512 vec_t;
 typedef __mmask16 vec_mask_t;
 #define VEC_LANES 16u
 #define VEC_MIX_QUERIES 6u
-#define vec_load_tile load_tile
 #define vec_load _mm512_loadu_ps
 #define vec_store _mm512_storeu_ps
 #define vec_set1 _mm512_set1_ps
