@@ -69,6 +69,7 @@ typedef struct dcn_ticket {
     uint32_t quarantined_count;
     uint64_t return_serial;      /* names its question to the store; 0 = none is open */
     uint32_t return_blocks;      /* full ones of its sequence */
+    uint32_t return_held;        /* of them, those that were here */
     td_block_key_t *return_keys; /* owned, [return_blocks]; while DCN_RETURNING */
     uint64_t *return_sums;       /* owned, [return_blocks]: announced checksums, then hashes */
     bool *return_right;          /* owned, [return_blocks] */

@@ -78,25 +78,6 @@ static void run_again(dcn_node_t *d, dcn_ticket_t *t)
     dcn_return_fini(t);
 }
 
-/* The first block that is wrong or missing ends the prefix. */
-static void take_fetched(dcn_node_t *d, dcn_ticket_t *t)
-{
-    const uint32_t block_tokens = td_node_layout(&d->node)->block_tokens;
-    uint32_t at = 0;
-
-    while (at < t->seq.block_count && t->return_right[at]) {
-        const td_block_key_t *parent = at > 0 ? &t->return_keys[at - 1] : NULL;
-        if (!td_pool_is_indexed(d->node.pool, t->seq.blocks[at])) {
-            /* Indexed meanwhile under another block: this copy stays private. */
-            (void)!td_pool_index_after(d->node.pool, t->seq.blocks[at], parent, &t->return_keys[at],
-                                       t->return_sums[at]);
-            td_metric_add(d->returned_fetched, block_tokens);
-        }
-        at++;
-    }
-    td_seq_truncate(&t->seq, at * block_tokens);
-}
-
 void dcn_return_fetched(dcn_node_t *d, dcn_ticket_t *t, td_node_fetch_t *job)
 {
     if (job->fetch.status == TD_OK && !job->hashed) {
@@ -104,20 +85,15 @@ void dcn_return_fetched(dcn_node_t *d, dcn_ticket_t *t, td_node_fetch_t *job)
         td_node_fetch_verify(job);
         return;
     }
-    for (uint32_t i = 0; job->hashed && i < job->fetch.piece_count; i++) {
-        const uint32_t at = job->first + i;
-        t->return_right[at] = td_block_checksum(job->hashes[i], &t->return_keys[at],
-                                                job->pieces[i].epoch) == t->return_sums[at];
-        t->return_sums[at] = job->hashes[i];
-        if (!t->return_right[at]) {
-            td_metric_add(d->node.checksum_failures, 1);
-            TD_LOG_WARN("store block dropped", "req=%s block=%u why=checksum", t->work.request_id,
-                        at);
-        }
+    if (job->hashed) {
+        td_node_fetch_compare(job, t->return_keys, t->return_sums, t->return_right,
+                              t->work.request_id);
     }
     td_node_fetch_free(job);
     if (t->fetches == 0) {
-        take_fetched(d, t);
+        const uint32_t kept = td_node_fetch_keep(&d->node, &t->seq, t->return_held, t->return_keys,
+                                                 t->return_sums, t->return_right);
+        td_metric_add(d->returned_fetched, (uint64_t)kept * td_node_layout(&d->node)->block_tokens);
         run_again(d, t);
     }
 }
@@ -168,7 +144,7 @@ static td_status_t take_room(dcn_node_t *d, dcn_ticket_t *t)
     TD_TRY(make_quarantine(t, t->seq.block_cap));
     t->seq.block_count =
         td_pool_match(d->node.pool, t->return_keys, t->return_blocks, t->seq.blocks);
-    memset(t->return_right, 1, t->seq.block_count * sizeof(*t->return_right));
+    t->return_held = t->seq.block_count;
     kvs_client_make_room(d->store, blocks - t->seq.block_count);
     return td_seq_reserve(&t->seq, blocks - t->seq.block_count);
 }
@@ -176,7 +152,6 @@ static td_status_t take_room(dcn_node_t *d, dcn_ticket_t *t)
 td_status_t dcn_return_begin(dcn_node_t *d, dcn_ticket_t *t)
 {
     td_status_t status = make_keys(d, t);
-    uint32_t here = 0;
 
     if (status == TD_OK) {
         status = take_room(d, t);
@@ -186,10 +161,11 @@ td_status_t dcn_return_begin(dcn_node_t *d, dcn_ticket_t *t)
         dcn_return_fini(t);
         return status;
     }
-    here = t->seq.block_count;
-    td_metric_add(d->returned_cached, (uint64_t)here * td_node_layout(&d->node)->block_tokens);
-    if (here < t->return_blocks &&
-        kvs_client_lookup(d->store, t->return_keys + here, t->return_blocks - here, on_found, d,
+    td_metric_add(d->returned_cached,
+                  (uint64_t)t->return_held * td_node_layout(&d->node)->block_tokens);
+    if (t->return_held < t->return_blocks &&
+        kvs_client_lookup(d->store, t->return_keys + t->return_held,
+                          t->return_blocks - t->return_held, on_found, d,
                           d->returns + 1) == TD_OK) {
         t->return_serial = ++d->returns;
         t->state = DCN_RETURNING;

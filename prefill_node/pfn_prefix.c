@@ -68,45 +68,6 @@ static void begin_compute(pfn_node_t *p, pfn_request_t *r)
     r->state = PFN_COMPUTE;
 }
 
-/* Verifies fetched blocks in order; the first that is wrong or missing ends the prefix. A
- * recomputed block can never differ from a cached one (I1), so a shorter prefix costs time, nothing
- * else. */
-static void take_fetched(pfn_node_t *p, pfn_request_t *r)
-{
-    uint32_t first = r->local_blocks;
-    uint32_t count = r->seq.block_count - first;
-
-    for (uint32_t i = first; i < first + count; i++) {
-        uint32_t idx = r->seq.blocks[i];
-        if (!r->verified[i]) {
-            break;
-        }
-        r->store_blocks++;
-        if (td_pool_index_after(p->node.pool, idx, i > 0 ? &r->keys[i - 1] : NULL, &r->keys[i],
-                                r->hashes[i]) != TD_OK) {
-            continue; /* another request brought the same block meanwhile: ours stays private */
-        }
-    }
-    td_seq_truncate(&r->seq,
-                    (r->local_blocks + r->store_blocks) * td_node_layout(&p->node)->block_tokens);
-}
-
-/* hashes[] held the announced checksums, which are bound to the key and the source's epoch. */
-static void compare(pfn_node_t *p, pfn_request_t *r, const td_node_fetch_t *job)
-{
-    for (uint32_t i = 0; i < job->fetch.piece_count; i++) {
-        uint32_t at = job->first + i;
-        uint64_t sum = td_block_checksum(job->hashes[i], &r->keys[at], job->pieces[i].epoch);
-        r->verified[at] = sum == r->hashes[at];
-        r->hashes[at] = job->hashes[i];
-        if (!r->verified[at]) {
-            td_metric_add(p->node.checksum_failures, 1);
-            TD_LOG_WARN("store block dropped", "req=%s block=%u why=checksum", r->work.request_id,
-                        at);
-        }
-    }
-}
-
 void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
 {
     pfn_request_t *r = pfn_request_find(p, job->ticket, job->attempt);
@@ -122,14 +83,17 @@ void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
                      td_now_ns() - job->started_ns);
     }
     if (r->state == PFN_WAIT_FETCH && job->hashed) {
-        compare(p, r, job);
+        td_node_fetch_compare(job, r->keys, r->hashes, r->verified, r->work.request_id);
     } else if (job->fetch.status != TD_OK) {
         TD_LOG_INFO("store fetch failed", "req=%s status=%s", r->work.request_id,
                     td_status_name(job->fetch.status));
     }
     td_node_fetch_free(job);
     if (r->state == PFN_WAIT_FETCH && r->fetches == 0) {
-        take_fetched(p, r);
+        /* A recomputed block can never differ from a cached one (I1), so a shorter prefix costs
+         * time, nothing else. */
+        r->store_blocks =
+            td_node_fetch_keep(&p->node, &r->seq, r->local_blocks, r->keys, r->hashes, r->verified);
         begin_compute(p, r);
     } else {
         pfn_request_settle(p, r);

@@ -354,6 +354,35 @@ uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint3
     return at;
 }
 
+void td_node_fetch_compare(const td_node_fetch_t *job, const td_block_key_t *keys, uint64_t *sums,
+                           bool *right, const char *request_id)
+{
+    for (uint32_t i = 0; i < job->fetch.piece_count; i++) {
+        const uint32_t at = job->first + i;
+        /* A checksum is bound to the key and to the source's epoch. */
+        right[at] = td_block_checksum(job->hashes[i], &keys[at], job->pieces[i].epoch) == sums[at];
+        sums[at] = job->hashes[i];
+        if (!right[at]) {
+            td_metric_add(job->node->checksum_failures, 1);
+            TD_LOG_WARN("store block dropped", "req=%s block=%u why=checksum", request_id, at);
+        }
+    }
+}
+
+uint32_t td_node_fetch_keep(td_node_t *n, td_seq_t *seq, uint32_t first, const td_block_key_t *keys,
+                            const uint64_t *hashes, const bool *right)
+{
+    uint32_t at = first;
+
+    for (; at < seq->block_count && right[at]; at++) {
+        /* Another request may have brought the same block meanwhile: then ours stays private. */
+        (void)!td_pool_index_after(n->pool, seq->blocks[at], at > 0 ? &keys[at - 1] : NULL,
+                                   &keys[at], hashes[at]);
+    }
+    td_seq_truncate(seq, at * td_node_layout(n)->block_tokens);
+    return at - first;
+}
+
 td_node_fetch_t *td_node_fetch_next(td_node_t *n)
 {
     void *item = NULL;

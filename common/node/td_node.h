@@ -121,6 +121,15 @@ TD_MUST_CHECK td_status_t td_node_fetch_submit(td_node_fetch_t *job);
 uint32_t td_node_fetch_found(td_node_t *node, td_seq_t *seq, uint64_t ticket, uint32_t attempt,
                              uint64_t deadline_ns, const td_msg_lookup_result_t *found,
                              uint64_t *sums_out, uint32_t *jobs_out);
+/** After td_node_fetch_found() and the verifier: which of a job's blocks are the named ones.
+ * Shape:  keys, sums and right by logical index; sums held the announced checksums and get the
+ *         hashes of our copies. request_id: for the log. */
+void td_node_fetch_compare(const td_node_fetch_t *job, const td_block_key_t *keys, uint64_t *sums,
+                           bool *right, const char *request_id);
+/** Indexes what came, from logical block `first` on; the first that is wrong or missing ends the
+ * sequence. Answers how many blocks were kept. */
+uint32_t td_node_fetch_keep(td_node_t *node, td_seq_t *seq, uint32_t first,
+                            const td_block_key_t *keys, const uint64_t *hashes, const bool *right);
 /** Takes the next completed job; the caller frees it with td_node_fetch_free(), or sends it on with
  * td_node_fetch_verify(). NULL: none. */
 td_node_fetch_t *td_node_fetch_next(td_node_t *node);
