@@ -107,7 +107,9 @@ static void fence(td_member_t *m, bool new_life)
     m->registered = false;
     if (!m->fenced || new_life) {
         m->fenced = true;
-        m->events.fenced(m->events.ctx, td_bus_incarnation(m->bus));
+        if (m->events.fenced != NULL) {
+            m->events.fenced(m->events.ctx, td_bus_incarnation(m->bus));
+        }
     }
 }
 
@@ -157,7 +159,9 @@ static void handle_registered(td_member_t *m, const td_msg_t *msg)
     m->registered = true;
     m->fenced = false;
     m->last_lease_ns = td_now_ns();
-    m->events.registered(m->events.ctx, r);
+    if (m->events.registered != NULL) {
+        m->events.registered(m->events.ctx, r);
+    }
 }
 
 static td_member_peer_t *peer_find(td_member_t *m, const char *id)
@@ -176,7 +180,9 @@ static void peer_drop(td_member_t *m, uint32_t at)
     m->peers[at] = m->peers[--m->peer_count];
     td_bus_disconnect(m->bus, gone.id);
     TD_LOG_INFO("peer down", "peer=%s", gone.id);
-    m->events.peer_down(m->events.ctx, gone.id, gone.incarnation);
+    if (m->events.peer_down != NULL) {
+        m->events.peer_down(m->events.ctx, gone.id, gone.incarnation);
+    }
 }
 
 static void peer_apply(td_member_t *m, const td_msg_peer_t *p)
@@ -194,7 +200,9 @@ static void peer_apply(td_member_t *m, const td_msg_peer_t *p)
         known->role = p->role;
         known->incarnation = p->incarnation;
         TD_LOG_INFO("peer up", "peer=%s role=%s", p->id, td_role_name(p->role));
-        m->events.peer_up(m->events.ctx, p);
+        if (m->events.peer_up != NULL) {
+            m->events.peer_up(m->events.ctx, p);
+        }
     }
     if (known != NULL) {
         known->store_master = p->store_master;

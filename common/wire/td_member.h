@@ -19,7 +19,7 @@
 
 typedef struct td_member td_member_t;
 
-/** What the node does when something changes; all on the loop's thread. */
+/** What the node does when something changes, NULL: nothing; all on the loop's thread. */
 typedef struct td_member_events {
     void *ctx;
     void (*registered)(void *ctx, const td_msg_registered_t *info);

@@ -234,35 +234,10 @@ static void turn(node_t *n, uint32_t timeout_ms)
     td_member_tick(n->member, &load);
 }
 
-static void nothing_registered(void *ctx, const td_msg_registered_t *info)
-{
-    (void)ctx;
-    (void)info;
-}
-static void nothing_up(void *ctx, const td_msg_peer_t *peer)
-{
-    (void)ctx;
-    (void)peer;
-}
-static void nothing_down(void *ctx, const char *id, uint64_t incarnation)
-{
-    (void)ctx;
-    (void)id;
-    (void)incarnation;
-}
-static void nothing_fenced(void *ctx, uint64_t incarnation)
-{
-    (void)ctx;
-    (void)incarnation;
-}
-
 /* Tells the node that the store is its master; its endpoint it knows. */
 static bool join(node_t *n)
 {
-    const td_member_events_t events = {.registered = nothing_registered,
-                                       .peer_up = nothing_up,
-                                       .peer_down = nothing_down,
-                                       .fenced = nothing_fenced};
+    const td_member_events_t events = {0};
     const td_msg_register_t self = {
         .self = {.id = "node", .role = TD_ROLE_PREFILL, .endpoint = td_bus_endpoint(n->bus)},
         .http = "",

@@ -79,28 +79,6 @@ static td_transfer_t *transfer_of(uint64_t incarnation, uint32_t blocks)
     return transfer;
 }
 
-static void nothing_registered(void *ctx, const td_msg_registered_t *info)
-{
-    (void)ctx;
-    (void)info;
-}
-static void nothing_up(void *ctx, const td_msg_peer_t *peer)
-{
-    (void)ctx;
-    (void)peer;
-}
-static void nothing_down(void *ctx, const char *id, uint64_t incarnation)
-{
-    (void)ctx;
-    (void)id;
-    (void)incarnation;
-}
-static void nothing_fenced(void *ctx, uint64_t incarnation)
-{
-    (void)ctx;
-    (void)incarnation;
-}
-
 /* One turn of everybody's loop. */
 static void turn(world_t *w)
 {
@@ -175,10 +153,7 @@ static void send_peers(world_t *w, bool with_store)
 
 static void join_writer(world_t *w)
 {
-    td_member_events_t events = {.registered = nothing_registered,
-                                 .peer_up = nothing_up,
-                                 .peer_down = nothing_down,
-                                 .fenced = nothing_fenced};
+    td_member_events_t events = {0};
     td_msg_register_t self = {
         .self = {.id = "writer", .role = TD_ROLE_PREFILL, .endpoint = td_bus_endpoint(w->writer)},
         .http = "",

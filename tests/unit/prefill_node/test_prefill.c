@@ -43,28 +43,6 @@ static void pair(td_bus_t *a, td_bus_t *b)
                      TD_OK);
 }
 
-static void nothing_registered(void *ctx, const td_msg_registered_t *info)
-{
-    (void)ctx;
-    (void)info;
-}
-static void nothing_up(void *ctx, const td_msg_peer_t *peer)
-{
-    (void)ctx;
-    (void)peer;
-}
-static void nothing_down(void *ctx, const char *id, uint64_t incarnation)
-{
-    (void)ctx;
-    (void)id;
-    (void)incarnation;
-}
-static void nothing_fenced(void *ctx, uint64_t incarnation)
-{
-    (void)ctx;
-    (void)incarnation;
-}
-
 static td_transfer_t *transfer_of(const world_t *w, uint64_t incarnation)
 {
     td_transfer_config_t config = {.block_count = BLOCKS,
@@ -138,10 +116,7 @@ static int setup_with(void **state, uint32_t layers, uint32_t kv_heads, uint32_t
     world_t *w = calloc(1, sizeof(*w));
     pfn_node_t *p = calloc(1, sizeof(*p));
     td_node_t *n = &p->node;
-    td_member_events_t events = {.registered = nothing_registered,
-                                 .peer_up = nothing_up,
-                                 .peer_down = nothing_down,
-                                 .fenced = nothing_fenced};
+    td_member_events_t events = {0};
     td_msg_register_t self = {.self = {.id = "prefill", .role = TD_ROLE_PREFILL, .endpoint = "e"},
                               .http = "",
                               .numerics_class = "",
