@@ -45,6 +45,7 @@ COMMON_SRC :=
 include proto/module.mk common/module.mk kvstore/module.mk prefill_node/module.mk \
         decode_node/module.mk router/module.mk tests/module.mk
 
+.DEFAULT_GOAL := all
 .PHONY: all programs clean help
 all: programs
 programs: $(addprefix $(BIN)/,$(PROGRAMS))

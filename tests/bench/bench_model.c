@@ -260,7 +260,7 @@ static size_t token_weight_bytes(const td_model_t *m)
     return bytes;
 }
 
-typedef uint64_t reading_t __attribute__((vector_size(16)));
+typedef uint64_t reading_t __attribute__((vector_size(64)));
 
 typedef struct reading_pass {
     const reading_t *words; /* borrowed */
@@ -268,24 +268,32 @@ typedef struct reading_pass {
     _Atomic uint64_t sum; /* relaxed: only so that reading is not left out */
 } reading_pass_t;
 
-static void read_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count)
+/* With the widest loads that the CPU has: by loads of 16 bytes one core reads a third less. */
+__attribute__((target_clones("avx512f", "avx2", "default"))) static uint64_t
+read_words(const reading_t *words, size_t count)
 {
-    reading_pass_t *pass = ctx;
-    size_t part = pass->count / thread_count / 4 * 4;
-    const reading_t *words = pass->words + part * thread_idx;
     reading_t a = {0}; /* one after the other by name: gcc 12 keeps an array of them in memory */
     reading_t b = {0};
     reading_t c = {0};
     reading_t d = {0};
 
-    for (size_t i = 0; i < part; i += 4) {
+    for (size_t i = 0; i < count; i += 4) {
         a += words[i];
         b += words[i + 1];
         c += words[i + 2];
         d += words[i + 3];
     }
     a += b + c + d;
-    atomic_fetch_add_explicit(&pass->sum, a[0] + a[1], memory_order_relaxed);
+    return a[0] + a[1] + a[2] + a[3] + a[4] + a[5] + a[6] + a[7];
+}
+
+static void read_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count)
+{
+    reading_pass_t *pass = ctx;
+    size_t part = pass->count / thread_count / 4 * 4;
+
+    atomic_fetch_add_explicit(&pass->sum, read_words(pass->words + part * thread_idx, part),
+                              memory_order_relaxed);
 }
 
 /* Reading and decoding take turns: what other guests of the machine leave of its memory's bandwidth
