@@ -20,6 +20,8 @@ static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
     static const char *const copies_help = "replicas of hot blocks made, and given up again";
 
     m->keys = td_metrics_gauge(metrics, "tandem_kvstore_keys", NULL, "readable blocks");
+    m->replicas = td_metrics_gauge(metrics, "tandem_kvstore_replicas", NULL,
+                                   "blocks of segments that are readable or on their way");
     m->hits = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total", "result=\"hit\"",
                                  lookups_help);
     m->misses = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total", "result=\"miss\"",
@@ -87,6 +89,7 @@ void kvs_master_destroy(kvs_master_t *m)
 static void count_keys(kvs_master_t *m)
 {
     td_metric_set(m->keys, m->index->readable);
+    td_metric_set(m->replicas, m->index->replicas_max - m->index->free_replica_count);
     td_metric_set(m->cold_keys, kvs_cold_count(m->cold));
 }
 
@@ -691,4 +694,5 @@ void kvs_master_tick(kvs_master_t *m)
         kvs_index_forget_half_served(m->index);
     }
     drop_cooled(m);
+    count_keys(m);
 }

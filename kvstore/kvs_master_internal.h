@@ -55,6 +55,7 @@ struct kvs_master {
     uint32_t free_orders[KVS_ORDERS_MAX]; /* stack */
     uint32_t free_order_count;
     td_metric_t *keys;
+    td_metric_t *replicas;
     td_metric_t *hits;
     td_metric_t *misses;
     td_metric_t *stored;

@@ -2,11 +2,16 @@
 TEST_SRC := $(wildcard tests/unit/*/test_*.c tests/fault/fault_*.c tests/fuzz/fuzz_*.c)
 TEST_BIN := $(TEST_SRC:tests/%.c=$(BIN)/tests/%)
 NODE_LIBS := $(foreach d,router prefill_node decode_node kvstore,$(if $(wildcard $(d)/*.c),$(B)/lib$(d).a))
+# Programs that tests in Python start.
+TEST_PROGRAMS := $(BIN)/store_worker
 .PHONY: tests
-tests: $(TEST_BIN)
+tests: $(TEST_BIN) $(TEST_PROGRAMS)
 $(BIN)/tests/%: $(B)/tests/%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) $(CMOCKA_LIBS) -o $@
+$(BIN)/store_worker: $(B)/tests/chaos/store_worker.o $(B)/tests/bench/bench_node.o $(B)/libkvstore.a $(B)/libtandem.a
+	@mkdir -p $(@D); echo "  LD      $@"
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
 .SECONDARY:
 BENCH_SRC := $(wildcard tests/bench/*.c)
 ifneq ($(BENCH_SRC),)

@@ -16,6 +16,7 @@
 int bench_eval(int argc, char **argv);
 int bench_model(int argc, char **argv);
 int bench_handoff(int argc, char **argv);
+int bench_hot(int argc, char **argv);
 int bench_kv(int argc, char **argv);
 int bench_serve(int argc, char **argv);
 int bench_store(int argc, char **argv);

@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <jansson.h>
+#include <libgen.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,6 +46,31 @@ _Noreturn static void keeper_main(const bench_cluster_options_t *options, const 
         (void)execvp("bash", (char *const *)(uintptr_t)argv);
     }
     _exit(BENCH_EXIT_FAILED);
+}
+
+void bench_cluster_find_bin(char *dir)
+{
+    char path[PATH_MAX] = {0};
+
+    if (dir[0] == '\0' && readlink("/proc/self/exe", path, sizeof(path) - 1) > 0) {
+        (void)snprintf(dir, PATH_MAX, "%s", dirname(path));
+    }
+}
+
+bool bench_cluster_parse_bin(char *text, void *out)
+{
+    (void)snprintf(out, PATH_MAX, "%s", text);
+    return true;
+}
+
+bool bench_cluster_has_local_sh(const char *local_sh)
+{
+    if (access(local_sh, X_OK) != 0) {
+        (void)bench_usage_error("no program at %s: say where deploy/local.sh is with --local-sh",
+                                local_sh);
+        return false;
+    }
+    return true;
 }
 
 static bool start_keeper(const bench_cluster_options_t *options, bench_cluster_t *cluster,

@@ -21,6 +21,13 @@ typedef struct bench_cluster_options {
     const char *const *arguments; /* for "local.sh up", ended by NULL */
 } bench_cluster_options_t;
 
+/** Fills dir, if it is empty, with the folder of this program: the cluster's are beside it.
+ * Shape: dir [PATH_MAX]. */
+void bench_cluster_find_bin(char *dir);
+/** Says so in one line when there is no program at a path. */
+bool bench_cluster_has_local_sh(const char *local_sh);
+/** A parse function of an option: copies the text into out [PATH_MAX]. */
+bool bench_cluster_parse_bin(char *text, void *out);
 /** Returns when the cluster serves. Answers an exit code; what went wrong was said.
  * Owner: the caller ends it with bench_cluster_stop(), also after a failure. */
 int bench_cluster_start(const bench_cluster_options_t *options, bench_cluster_t *cluster);

@@ -4,7 +4,6 @@
  * a real cluster for each carrier, asked over HTTP. Both take turns in one run, so that noise hits
  * both. Then what a cached prefix saves, and a turn of a conversation. */
 #include <jansson.h>
-#include <libgen.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -400,13 +399,6 @@ static bool parse_precision(char *text, void *out)
     return bench_parse_precision(text, &o->precision);
 }
 
-static bool parse_bin(char *text, void *out)
-{
-    handoff_options_t *o = out;
-    (void)snprintf(o->bin, sizeof(o->bin), "%s", text);
-    return true;
-}
-
 static int parse_options(int argc, char **argv, handoff_options_t *o)
 {
     const bench_option_t options[] = {
@@ -414,7 +406,7 @@ static int parse_options(int argc, char **argv, handoff_options_t *o)
         BENCH_THREADS_OPTION(&o->threads),
         {.name = "precision", .kind = BENCH_OWN, .out = o, .parse = parse_precision},
         {.name = "carrier", .kind = BENCH_OWN, .out = o, .parse = parse_carriers},
-        {.name = "bin", .kind = BENCH_OWN, .out = o, .parse = parse_bin},
+        {.name = "bin", .kind = BENCH_OWN, .out = o->bin, .parse = bench_cluster_parse_bin},
         {.name = "local-sh", .kind = BENCH_TEXT, .out = &o->local_sh},
         {.name = "tokens", .kind = BENCH_NUMBER, .out = &o->tokens, .min = 1, .max = 1u << 20},
         {.name = "cached-tokens",
@@ -435,21 +427,7 @@ static int parse_options(int argc, char **argv, handoff_options_t *o)
     if (rc != BENCH_EXIT_OK) {
         return rc;
     }
-    if (access(o->local_sh, X_OK) != 0) {
-        return bench_usage_error("no program at %s: say where deploy/local.sh is with --local-sh",
-                                 o->local_sh);
-    }
-    return BENCH_EXIT_OK;
-}
-
-/* The folder of this program. */
-static void find_bin(handoff_options_t *o)
-{
-    char path[PATH_MAX] = {0};
-
-    if (o->bin[0] == '\0' && readlink("/proc/self/exe", path, sizeof(path) - 1) > 0) {
-        (void)snprintf(o->bin, sizeof(o->bin), "%s", dirname(path));
-    }
+    return bench_cluster_has_local_sh(o->local_sh) ? BENCH_EXIT_OK : BENCH_EXIT_USAGE;
 }
 
 /* --- start and end ---------------------------------------------------------------------------- */
@@ -500,7 +478,7 @@ int bench_handoff(int argc, char **argv)
     if (rc != BENCH_EXIT_OK) {
         return rc < 0 ? BENCH_EXIT_OK : rc;
     }
-    find_bin(&h.options);
+    bench_cluster_find_bin(h.options.bin);
     (void)snprintf(h.options.threads_text, sizeof(h.options.threads_text), "%u", h.options.threads);
     h.random = td_random_u64();
     h.figures = json_object();

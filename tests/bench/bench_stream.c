@@ -10,7 +10,7 @@
 #include "common/base/td_clock.h"
 #include "tests/bench/bench.h"
 
-#define MODELS_TIMEOUT_MS 20000u
+#define GET_TIMEOUT_MS 20000u
 #define SHOWN_BYTES 120 /* of what a server sent, in an error */
 
 /* --- errors ----------------------------------------------------------------------------------- */
@@ -337,7 +337,7 @@ char *bench_api_url(const char *base, const char *path)
     return url.bytes;
 }
 
-static size_t on_models(char *bytes, size_t size, size_t count, void *ctx)
+static size_t on_whole_body(char *bytes, size_t size, size_t count, void *ctx)
 {
     td_str_t *body = ctx;
     size_t len = size * count;
@@ -348,36 +348,62 @@ static size_t on_models(char *bytes, size_t size, size_t count, void *ctx)
     return len;
 }
 
-int bench_model_name(const char *base, const char *key, char **out)
+/* The body of a GET; CURLE_OK and *body, or what went wrong. */
+static CURLcode get_body(const char *url, const char *key, td_str_t *body)
 {
     bench_stream_t stream = {0};
+    CURLcode code = CURLE_OUT_OF_MEMORY;
+
+    if (bench_stream_init(&stream, url, key, GET_TIMEOUT_MS) == BENCH_EXIT_OK) {
+        (void)curl_easy_setopt(stream.curl, CURLOPT_WRITEFUNCTION, on_whole_body);
+        (void)curl_easy_setopt(stream.curl, CURLOPT_WRITEDATA, body);
+        code = curl_easy_perform(stream.curl);
+    }
+    bench_stream_fini(&stream);
+    return code;
+}
+
+int bench_model_name(const char *base, const char *key, char **out)
+{
     td_str_t body = {0};
     json_t *models = NULL;
     const char *name = NULL;
     char *url = bench_api_url(base, "/models");
-    CURLcode code = CURLE_OK;
-    int rc =
-        url == NULL ? BENCH_EXIT_FAILED : bench_stream_init(&stream, url, key, MODELS_TIMEOUT_MS);
+    CURLcode code = url == NULL ? CURLE_OUT_OF_MEMORY : get_body(url, key, &body);
 
-    if (rc == BENCH_EXIT_OK) {
-        (void)curl_easy_setopt(stream.curl, CURLOPT_WRITEFUNCTION, on_models);
-        (void)curl_easy_setopt(stream.curl, CURLOPT_WRITEDATA, &body);
-        code = curl_easy_perform(stream.curl);
-        models = json_loadb(body.bytes == NULL ? "" : body.bytes, body.len, 0, NULL);
-        name = json_string_value(
-            json_object_get(json_array_get(json_object_get(models, "data"), 0), "id"));
-        *out = name == NULL ? NULL : td_strdup(name);
-        rc = *out == NULL ? BENCH_EXIT_FAILED : BENCH_EXIT_OK;
-        if (rc != BENCH_EXIT_OK) {
-            (void)bench_usage_error(
-                "%s does not name a model (%s): is the server up? Else say "
-                "--model NAME",
-                url, code != CURLE_OK ? curl_easy_strerror(code) : "an answer of another shape");
-        }
+    models = json_loadb(body.bytes == NULL ? "" : body.bytes, body.len, 0, NULL);
+    name = json_string_value(
+        json_object_get(json_array_get(json_object_get(models, "data"), 0), "id"));
+    *out = name == NULL ? NULL : td_strdup(name);
+    if (*out == NULL) {
+        (void)bench_usage_error(
+            "%s does not name a model (%s): is the server up? Else say --model NAME",
+            url == NULL ? base : url,
+            code != CURLE_OK ? curl_easy_strerror(code) : "an answer of another shape");
     }
     json_decref(models);
     td_str_fini(&body);
-    bench_stream_fini(&stream);
     td_free(url);
-    return rc;
+    return *out == NULL ? BENCH_EXIT_FAILED : BENCH_EXIT_OK;
+}
+
+bool bench_metric(const char *address, const char *series, double *out)
+{
+    td_str_t url = {0};
+    td_str_t body = {0};
+    td_str_t line = {0};
+    const char *at = NULL;
+
+    if (td_str_printf(&url, "http://%s/metrics", address) == TD_OK &&
+        td_str_printf(&line, "\n%s ", series) == TD_OK &&
+        get_body(url.bytes, NULL, &body) == CURLE_OK && td_str_append(&body, "", 1) == TD_OK) {
+        at = strstr(body.bytes, line.bytes);
+    }
+    if (at != NULL) {
+        *out = strtod(at + line.len, NULL);
+    }
+    td_str_fini(&line);
+    td_str_fini(&body);
+    td_str_fini(&url);
+    return at != NULL;
 }

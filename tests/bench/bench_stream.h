@@ -67,3 +67,6 @@ char *bench_api_url(const char *base, const char *path);
 /** Name of the first model the server lists. Answers an exit code; what went wrong was said.
  * Owner: the caller (td_free). */
 int bench_model_name(const char *base, const char *key, char **out);
+/** A series of a process's status page, by its name with labels as it stands there. address:
+ * host:port. False: no answer, or none of that name. */
+bool bench_metric(const char *address, const char *series, double *out);

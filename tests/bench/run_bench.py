@@ -30,7 +30,7 @@ PEER_FLAGS = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_
 ROUNDS = 3  # of both sides, in turn
 SESSIONS = 16
 TURNS = 4
-SUBJECTS = ("model", "kv", "transfer", "store", "handoff", "serve")
+SUBJECTS = ("model", "kv", "transfer", "store", "hot", "handoff", "serve")
 START_S = 120  # for a server to come up
 
 # What is expected of figures that need no peer: subject, key, at least or at most what (a number, or
@@ -43,6 +43,8 @@ LIMITS = [("model", "attention_gmac_s", ">=", 75),
           ("kv", "allocs_per_step", "<=", 0),
           ("transfer", "shm_fetch_gb_s", ">=", ("shm_copy_gb_s", 0.9)),
           ("store", "lookup_keys_s", ">=", 2e6),
+          ("hot", "busiest_share_hot", "<=", ("busiest_share_one", 0.9)),
+          ("hot", "hot_replicas_cooled", "<=", 0),
           ("handoff", "shm_split_ttft_ratio", "<=", 1.05),
           ("handoff", "tcp_split_ttft_ratio", "<=", 1.05),
           ("handoff", "cached_ttft_ratio", "<=", 0.15),
@@ -63,7 +65,8 @@ def fail(text):
 
 def is_better_low(key):
     return ("_ms" in key or "_us" in key or key.endswith(("_mb", "_ratio", "_ns")) or
-            key in ("errors", "bytes_per_block", "allocs_per_step"))
+            key.startswith("busiest_share") or
+            key in ("errors", "bytes_per_block", "allocs_per_step", "hot_replicas_cooled"))
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -291,6 +294,9 @@ def run_subjects(options):
             "kv": lambda: (figures_of(bench_command(options, "kv")), None),
             "transfer": lambda: (figures_of(bench_command(options, "transfer")), None),
             "store": lambda: (figures_of(bench_command(options, "store")), None),
+            "hot": lambda: (figures_of(bench_command(
+                options, "hot", "--model", options.model, "--bin", options.bin, "--local-sh",
+                LOCAL)), None),
             "handoff": lambda: (figures_of(bench_command(
                 options, "handoff", "--model", options.model, "--tokens", 2048, "--bin", options.bin, "--threads",
                 options.threads, "--local-sh", LOCAL)), None),

@@ -16,6 +16,7 @@ static const struct {
 } commands[] = {
     {"eval", bench_eval, "score and continue texts with a model (JSON lines in and out)"},
     {"handoff", bench_handoff, "what splitting prefill and decode costs until the first token"},
+    {"hot", bench_hot, "replicas of hot prefixes, and the busiest segment of a store"},
     {"kv", bench_kv, "prefix cache and block tables alone"},
     {"model", bench_model, "speed of the forward pass"},
     {"serve", bench_serve, "conversations with an OpenAI-compatible server"},

@@ -6,6 +6,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import faults
+import test_histories
 
 
 def run():
@@ -24,6 +25,15 @@ def run():
                     print(f"FAILED {role} {name}: {error}", flush=True)
                 elif total % 10 == 0:
                     print(f"{total} cells, {failed} failed", flush=True)
+    for seed in range(1, options.rounds + 1):
+        for carrier in faults.CARRIERS:
+            total += 1
+            try:
+                test_histories.run_seed(options, seed, 20, carrier, test_histories.BUT_MASTER)
+            except (AssertionError, OSError, RuntimeError) as error:
+                failed += 1
+                print(f"FAILED histories {carrier} seed {seed}: {error}", flush=True)
+        print(f"histories: seed {seed}, {failed} failed", flush=True)
     print(f"{total - failed} passed, {failed} failed")
     return 1 if failed else 0
 

@@ -284,6 +284,16 @@ def test_store_puts_reads_and_looks_up_by_each_carrier(options):
         assert f"carrier={carrier}" in said
 
 
+@test
+def test_hot_prefixes_take_load_off_the_busiest_segment(options):
+    figures, _ = bench(options, "hot", "--model", MODEL, "--local-sh", os.path.join(ROOT, "deploy/local.sh"),
+                       "--prefixes", 4, "--zipf", 200, "--seconds", 2, "--json")
+    # One prefix is read in most cases: alone on its segment, then on three of four.
+    assert figures["busiest_share_one"] > 0.6, figures
+    assert figures["busiest_share_hot"] < 0.8 * figures["busiest_share_one"], figures
+    assert figures["hot_replicas"] > 0, figures
+
+
 # --- handoff --------------------------------------------------------------------------------------
 
 @test
