@@ -42,7 +42,7 @@ LIMITS = [("model", "attention_gmac_s", ">=", 75),
           ("kv", "bytes_per_block", "<=", 64),
           ("kv", "allocs_per_step", "<=", 0),
           ("transfer", "shm_fetch_gb_s", ">=", ("shm_copy_gb_s", 0.9)),
-          ("store", "lookup_keys_s", ">=", 2e6),
+          ("store", "shm_lookup_keys_s", ">=", 2e6),
           ("hot", "busiest_share_hot", "<=", ("busiest_share_one", 0.9)),
           ("hot", "hot_replicas_cooled", "<=", 0),
           ("handoff", "shm_split_ttft_ratio", "<=", 1.05),
@@ -50,9 +50,12 @@ LIMITS = [("model", "attention_gmac_s", ">=", 75),
           ("handoff", "cached_ttft_ratio", "<=", 0.15),
           ("handoff", "chat_turn_ttft_ms_p50", "<=", 150)]
 # How many times as good as the peer figures should be; others at least as good.
-PEER_TARGETS = {"prefill_512_tok_s": 4.0, "prefill_2048_tok_s": 3.8, "decode_b1_tok_s": 2.0,
+PEER_TARGETS = {"tcp_fetch_gb_s": 0.8, "tcp_put_gb_s": 2.0, "tcp_get_gb_s": 2.0, "shm_put_gb_s": 5.0,
+                "shm_get_gb_s": 5.0, "prefill_512_tok_s": 4.0, "prefill_2048_tok_s": 3.8, "decode_b1_tok_s": 2.0,
                 "decode_b8_tok_s": 4.5, "decode_b16_tok_s": 4.5, "verify_4_ms": 4.5,
                 "tok_s": 3.0, "ttft_ms_p90": 2.0}
+PEERS = {"model": "llama.cpp", "serve": "llama-server", "transfer": "ucx_perftest",
+         "store": "Mooncake's store over tcp"}
 
 
 def say(text):
@@ -273,6 +276,51 @@ def run_model(options, python):
     return best, best_of(theirs) if theirs else None
 
 
+def mooncake_python():
+    """A Python that has Mooncake's store, or None: PEER_MOONCAKE names a venv of it."""
+    venv = os.environ.get("PEER_MOONCAKE")
+    if not venv:
+        return None
+    python = os.path.join(venv, "bin", "python")
+    ready = subprocess.run([python, "-c", "import mooncake.store"], stdout=subprocess.DEVNULL,
+                           stderr=subprocess.PIPE, text=True, check=False)
+    if ready.returncode != 0:
+        fail(f"PEER_MOONCAKE={venv}: {ready.stderr.strip().splitlines()[-1]}")
+    return python
+
+
+def by_carrier(carrier, figures):
+    return {f"{carrier}_{key}": value for key, value in figures.items()}
+
+
+def run_store(options):
+    """Both carriers, and Mooncake's by tcp beside them: between processes it has no other here."""
+    python = mooncake_python() if options.peers else None
+    ours, theirs = [], []
+    for _ in range(options.rounds if python else 1):
+        ours.append({})
+        for carrier in ("shm", "tcp"):
+            ours[-1].update(by_carrier(carrier, figures_of(
+                bench_command(options, "store", "--carrier", carrier))))
+        if python:
+            figures = figures_of([python, os.path.join(ROOT, "tests/bench/peer_mooncake.py"),
+                                  *(["--repeat", "1"] if options.quick else [])])
+            theirs.append({**by_carrier("shm", figures), **by_carrier("tcp", figures)})
+    return best_of(ours), best_of(theirs) if theirs else None
+
+
+def run_transfer(options):
+    theirs = None
+    if options.peers and shutil.which("ucx_perftest") is None:
+        subprocess.run([SETUP, "ucx-utils"], check=False)
+    ours = [figures_of(bench_command(options, "transfer"))]
+    if options.peers and shutil.which("ucx_perftest"):
+        theirs = [figures_of([sys.executable, os.path.join(ROOT, "tests/bench/peer_ucx.py"),
+                              *(["--repeat", "1"] if options.quick else [])])]
+        ours.append(figures_of(bench_command(options, "transfer")))
+    return best_of(ours), best_of(theirs) if theirs else None
+
+
 def run_serve(options, program):
     def load(server, seed):
         return figures_of(bench_command(
@@ -289,11 +337,12 @@ def run_serve(options, program):
 
 def run_subjects(options):
     """{subject: (our figures, the peer's or None)}; each is written as soon as it is there."""
-    python, program = peer_tools(options) if options.peers else (None, None)
+    python, program = (peer_tools(options) if options.peers and
+                       {"model", "serve"} & set(options.subjects) else (None, None))
     runs = {"model": lambda: run_model(options, python),
             "kv": lambda: (figures_of(bench_command(options, "kv")), None),
-            "transfer": lambda: (figures_of(bench_command(options, "transfer")), None),
-            "store": lambda: (figures_of(bench_command(options, "store")), None),
+            "transfer": lambda: run_transfer(options),
+            "store": lambda: run_store(options),
             "hot": lambda: (figures_of(bench_command(
                 options, "hot", "--model", options.model, "--bin", options.bin, "--local-sh",
                 LOCAL)), None),
@@ -305,7 +354,7 @@ def run_subjects(options):
     for number, subject in enumerate(options.subjects, 1):
         say(f"{number}/{len(options.subjects)} {subject}")
         results[subject] = runs[subject]()
-        for name, figures in zip((subject, f"{subject}_llamacpp"), results[subject]):
+        for name, figures in zip((subject, f"{subject}_peer"), results[subject]):
             if figures is not None:
                 with open(os.path.join(options.out, f"{name}.json"), "w", encoding="utf-8") as file:
                     json.dump(figures, file, indent=1)
@@ -339,7 +388,7 @@ def shown(value):
 
 def print_table(results):
     with_peer = any(theirs for _, theirs in results.values())
-    print(f"{'':34}{'Tandem':>12}" + (f"{'llama.cpp':>12}{'times':>8}" if with_peer else ""))
+    print(f"{'':34}{'Tandem':>12}" + (f"{'peer':>12}{'times':>8}" if with_peer else ""))
     for subject, (ours, theirs) in results.items():
         verdicts = judged_by_itself(subject, ours)
         for key, value in ours.items():
@@ -354,7 +403,8 @@ def print_table(results):
                 line += shown(other)
             print((line + (f"  {verdicts[key]}" if key in verdicts else "")).rstrip())
     if with_peer:
-        print("times: how many times as good as llama.cpp")
+        print("times: how many times as good as the peer: " + ", ".join(
+            f"{PEERS[subject]} ({subject})" for subject, (_, theirs) in results.items() if theirs))
 
 
 PANELS = [("Tokens a second", "model", ["prefill_512_tok_s", "prefill_2048_tok_s", "decode_b1_tok_s",
@@ -389,7 +439,7 @@ def plot(options, results):
         script.append("\n".join([f"$data{number} << EOD", *rows, "EOD"]))
         script.append(f"set title '{title}'\nset xtics noenhanced")
         line = f"plot $data{number} using 2:xtic(1) title 'Tandem'"
-        script.append(line + (f", $data{number} using 3 title 'llama.cpp'" if theirs else ""))
+        script.append(line + (f", $data{number} using 3 title \"{PEERS[subject]}\"" if theirs else ""))
     script.append("unset multiplot\n")
     path = os.path.join(options.out, "bench.gp")
     with open(path, "w", encoding="utf-8") as file:
@@ -406,7 +456,8 @@ def main():
         ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"))
     parser.add_argument("--out", default=os.path.join(ROOT, "build/bench"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--peers", action="store_true", help="llama.cpp too")
+    parser.add_argument("--peers", action="store_true",
+                        help="llama.cpp, ucx_perftest and, with PEER_MOONCAKE=VENV, Mooncake too")
     parser.add_argument("--only", default=",".join(SUBJECTS), help="subjects, with commas between")
     parser.add_argument("--quick", action="store_true",
                         help="one round, one repeat, few conversations: shows only that all works")
