@@ -1,4 +1,4 @@
-#include "decode_node/dcn_suffix.h"
+#include "common/spec/td_suffix.h"
 
 #include "common/base/td_base.h"
 
@@ -20,7 +20,7 @@ typedef struct edge {
     uint32_t next; /* of the same state */
 } edge_t;
 
-struct dcn_suffix {
+struct td_suffix {
     uint32_t tokens_max;
     uint32_t count;
     uint32_t state_count;
@@ -35,12 +35,12 @@ struct dcn_suffix {
     uint32_t *slots;  /* owned; [slot_mask + 1]: edge + 1 by state and token, 0 = empty */
 };
 
-td_status_t dcn_suffix_create(uint32_t tokens_max, dcn_suffix_t **out)
+td_status_t td_suffix_create(uint32_t tokens_max, td_suffix_t **out)
 {
-    dcn_suffix_t *s = NULL;
+    td_suffix_t *s = NULL;
     uint32_t slots = 64;
 
-    if (tokens_max == 0 || tokens_max > DCN_SUFFIX_TOKENS_MAX) {
+    if (tokens_max == 0 || tokens_max > TD_SUFFIX_TOKENS_MAX) {
         return TD_ERR_INVALID;
     }
     s = td_calloc(1, sizeof(*s));
@@ -57,7 +57,7 @@ td_status_t dcn_suffix_create(uint32_t tokens_max, dcn_suffix_t **out)
     s->edges = td_calloc(4 * (size_t)tokens_max + 1, sizeof(*s->edges));
     s->slots = td_calloc(slots, sizeof(*s->slots));
     if (s->tokens == NULL || s->states == NULL || s->edges == NULL || s->slots == NULL) {
-        dcn_suffix_destroy(s);
+        td_suffix_destroy(s);
         return TD_ERR_NO_MEMORY;
     }
     s->states[ROOT] = (state_t){.link = NONE, .edges = NONE};
@@ -66,7 +66,7 @@ td_status_t dcn_suffix_create(uint32_t tokens_max, dcn_suffix_t **out)
     return TD_OK;
 }
 
-void dcn_suffix_destroy(dcn_suffix_t *s)
+void td_suffix_destroy(td_suffix_t *s)
 {
     if (s != NULL) {
         td_free(s->slots);
@@ -78,7 +78,7 @@ void dcn_suffix_destroy(dcn_suffix_t *s)
 }
 
 /* The slot of an edge, or the empty one where it would be. */
-static uint32_t *slot_of(const dcn_suffix_t *s, uint32_t from, uint32_t token)
+static uint32_t *slot_of(const td_suffix_t *s, uint32_t from, uint32_t token)
 {
     uint64_t hash = ((uint64_t)from << 32 | token) * 0x9e3779b97f4a7c15u;
     uint32_t at = (uint32_t)(hash >> 32) & s->slot_mask;
@@ -93,13 +93,13 @@ static uint32_t *slot_of(const dcn_suffix_t *s, uint32_t from, uint32_t token)
     return &s->slots[at];
 }
 
-static edge_t *edge_of(const dcn_suffix_t *s, uint32_t from, uint32_t token)
+static edge_t *edge_of(const td_suffix_t *s, uint32_t from, uint32_t token)
 {
     const uint32_t slot = *slot_of(s, from, token);
     return slot == 0 ? NULL : &s->edges[slot - 1];
 }
 
-static void add_edge(dcn_suffix_t *s, uint32_t from, uint32_t token, uint32_t to)
+static void add_edge(td_suffix_t *s, uint32_t from, uint32_t token, uint32_t to)
 {
     const uint32_t idx = s->edge_count++;
 
@@ -109,7 +109,7 @@ static void add_edge(dcn_suffix_t *s, uint32_t from, uint32_t token, uint32_t to
 }
 
 /* The part of a state that is not longer than one token more than `from`, as a state of its own. */
-static uint32_t split(dcn_suffix_t *s, uint32_t from, uint32_t token, uint32_t whole)
+static uint32_t split(td_suffix_t *s, uint32_t from, uint32_t token, uint32_t whole)
 {
     const uint32_t part = s->state_count++;
 
@@ -130,7 +130,7 @@ static uint32_t split(dcn_suffix_t *s, uint32_t from, uint32_t token, uint32_t w
     return part;
 }
 
-static void append(dcn_suffix_t *s, uint32_t token)
+static void append(td_suffix_t *s, uint32_t token)
 {
     const uint32_t whole = s->state_count++;
     uint32_t at = s->last;
@@ -155,7 +155,7 @@ static void append(dcn_suffix_t *s, uint32_t token)
     s->states[link].end = s->count; /* it ends here as well, and this is newer */
 }
 
-void dcn_suffix_append(dcn_suffix_t *s, uint32_t token)
+void td_suffix_append(td_suffix_t *s, uint32_t token)
 {
     if (s->count < s->tokens_max) {
         append(s, token);
@@ -167,27 +167,27 @@ void dcn_suffix_append(dcn_suffix_t *s, uint32_t token)
 /* A mark is written with no edge leading to it: the automaton begins anew behind it, so nothing
  * that spans it is ever a substring. While all that stands behind a mark has been before, append()
  * makes states that nothing leads to, as long as their links; they cost an edge each. */
-void dcn_suffix_append_mark(dcn_suffix_t *s)
+void td_suffix_append_mark(td_suffix_t *s)
 {
     if (s->count < s->tokens_max) {
-        s->tokens[s->count++] = UINT32_MAX;
+        s->tokens[s->count++] = TD_SUFFIX_MARK;
         s->last = ROOT;
     }
     s->match_len = 0;
 }
 
-uint32_t dcn_suffix_match(const dcn_suffix_t *s, uint32_t *next_out)
+uint32_t td_suffix_match(const td_suffix_t *s, uint32_t *next_out)
 {
     *next_out = s->match_next;
     return s->match_len;
 }
 
-uint32_t dcn_suffix_count(const dcn_suffix_t *s)
+uint32_t td_suffix_count(const td_suffix_t *s)
 {
     return s->count;
 }
 
-uint32_t dcn_suffix_token(const dcn_suffix_t *s, uint32_t idx)
+uint32_t td_suffix_token(const td_suffix_t *s, uint32_t idx)
 {
     TD_ASSERT(idx < s->count);
     return s->tokens[idx];

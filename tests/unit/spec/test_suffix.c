@@ -8,7 +8,7 @@
 #include <cmocka.h>
 
 #include "common/base/td_base.h"
-#include "decode_node/dcn_suffix.h"
+#include "common/spec/td_suffix.h"
 
 #define TEXT_MAX 600u
 #define MARK UINT32_MAX
@@ -35,12 +35,12 @@ static uint32_t next_random(uint32_t *state)
     return *state >> 16;
 }
 
-static void check(const dcn_suffix_t *s, const uint32_t *text, uint32_t count)
+static void check(const td_suffix_t *s, const uint32_t *text, uint32_t count)
 {
     uint32_t next = 0;
-    const uint32_t len = dcn_suffix_match(s, &next);
+    const uint32_t len = td_suffix_match(s, &next);
 
-    assert_int_equal(dcn_suffix_count(s), count);
+    assert_int_equal(td_suffix_count(s), count);
     assert_int_equal(len, slow_match(text, count));
     if (len > 0) {
         assert_in_range(next, len, count - 1);
@@ -58,12 +58,12 @@ static void test_suffix_matches_what_a_search_finds(void **state)
         const uint32_t alphabet = alphabets[round % TD_ARRAY_LEN(alphabets)];
         const uint32_t marks_of_100 = round % 3 == 0 ? 0 : 4;
         uint32_t text[TEXT_MAX];
-        dcn_suffix_t *s = NULL;
-        assert_int_equal(dcn_suffix_create(TEXT_MAX, &s), TD_OK);
+        td_suffix_t *s = NULL;
+        assert_int_equal(td_suffix_create(TEXT_MAX, &s), TD_OK);
         for (uint32_t i = 0; i < TEXT_MAX; i++) {
             if (next_random(&random) % 100 < marks_of_100) {
                 text[i] = MARK;
-                dcn_suffix_append_mark(s);
+                td_suffix_append_mark(s);
                 continue;
             }
             /* Copies of what was before, now and then: long matches. */
@@ -72,11 +72,11 @@ static void test_suffix_matches_what_a_search_finds(void **state)
             if (text[i] == MARK) {
                 text[i] = 0;
             }
-            dcn_suffix_append(s, text[i]);
+            td_suffix_append(s, text[i]);
             check(s, text, i + 1);
-            assert_int_equal(dcn_suffix_token(s, i), text[i]);
+            assert_int_equal(td_suffix_token(s, i), text[i]);
         }
-        dcn_suffix_destroy(s);
+        td_suffix_destroy(s);
     }
 }
 
@@ -85,40 +85,40 @@ static void test_suffix_matches_what_a_search_finds(void **state)
 static void test_suffix_names_a_recent_place(void **state)
 {
     static const uint32_t text[] = {1, 2, 3, 9, 1, 2, 4, 9, 1, 2};
-    dcn_suffix_t *s = NULL;
+    td_suffix_t *s = NULL;
     uint32_t next = 0;
     (void)state;
 
-    assert_int_equal(dcn_suffix_create(64, &s), TD_OK);
+    assert_int_equal(td_suffix_create(64, &s), TD_OK);
     for (uint32_t i = 0; i < TD_ARRAY_LEN(text); i++) {
-        dcn_suffix_append(s, text[i]);
+        td_suffix_append(s, text[i]);
     }
-    assert_int_equal(dcn_suffix_match(s, &next), 3); /* 9 1 2 */
+    assert_int_equal(td_suffix_match(s, &next), 3); /* 9 1 2 */
     assert_int_equal(next, 6);
-    dcn_suffix_destroy(s);
+    td_suffix_destroy(s);
 }
 
 static void test_suffix_is_bounded(void **state)
 {
     enum { COUNT = 5000 };
-    dcn_suffix_t *s = NULL;
+    td_suffix_t *s = NULL;
     uint32_t next = 0;
     uint64_t allocations = 0;
     (void)state;
 
-    assert_int_equal(dcn_suffix_create(0, &s), TD_ERR_INVALID);
-    assert_int_equal(dcn_suffix_create(DCN_SUFFIX_TOKENS_MAX + 1, &s), TD_ERR_INVALID);
-    assert_int_equal(dcn_suffix_create(COUNT, &s), TD_OK);
+    assert_int_equal(td_suffix_create(0, &s), TD_ERR_INVALID);
+    assert_int_equal(td_suffix_create(TD_SUFFIX_TOKENS_MAX + 1, &s), TD_ERR_INVALID);
+    assert_int_equal(td_suffix_create(COUNT, &s), TD_OK);
     allocations = td_alloc_count();
     for (uint32_t i = 0; i < COUNT + 10; i++) { /* a text with many states: abb abb ... */
-        dcn_suffix_append(s, i % 3 == 0 ? i % 7 : i % 2);
+        td_suffix_append(s, i % 3 == 0 ? i % 7 : i % 2);
     }
     assert_int_equal(td_alloc_count(), allocations);
-    assert_int_equal(dcn_suffix_count(s), COUNT);
-    assert_int_equal(dcn_suffix_match(s, &next), 0);
-    dcn_suffix_append_mark(s);
-    assert_int_equal(dcn_suffix_count(s), COUNT);
-    dcn_suffix_destroy(s);
+    assert_int_equal(td_suffix_count(s), COUNT);
+    assert_int_equal(td_suffix_match(s, &next), 0);
+    td_suffix_append_mark(s);
+    assert_int_equal(td_suffix_count(s), COUNT);
+    td_suffix_destroy(s);
 }
 
 int main(void)

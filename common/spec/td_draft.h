@@ -1,0 +1,48 @@
+/* td_draft.h - drafters: guesses of what a request's next tokens are, which one batched pass then
+ * verifies. A guess costs time if it is wrong, never a token: what is accepted is what would have
+ * been drawn without it (design, section 6; I1).
+ *
+ * One drafter serves one choice of a request. It is told every token of the context once, in order,
+ * and nothing that was drafted and not accepted.
+ * Threads: owner. Only create allocates. */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/base/td_status.h"
+
+#define TD_DRAFT_TOKENS_MAX 16u /* of one proposal */
+
+typedef enum td_drafter {
+    TD_DRAFTER_NONE = 0,
+    TD_DRAFTER_PROMPT_LOOKUP,
+    TD_DRAFTER_KINDS
+} td_drafter_t;
+
+#define TD_DRAFTER_NAMES "none, prompt_lookup"
+/** "none", "prompt_lookup", ... */
+const char *td_drafter_name(td_drafter_t drafter);
+/** Errors: TD_ERR_INVALID. */
+TD_MUST_CHECK td_status_t td_drafter_parse(const char *name, td_drafter_t *out);
+
+typedef struct td_draft td_draft_t;
+
+typedef struct td_draft_config {
+    uint32_t tokens_max; /* of the context: prompt and output */
+    /* What the client expects the output to be like, NULL: nothing. */
+    const uint32_t *prediction; /* [prediction_tokens]; borrowed during create only */
+    uint32_t prediction_tokens;
+} td_draft_config_t;
+
+/** Errors: TD_ERR_INVALID (a drafter that needs none of this), TD_ERR_NO_MEMORY.
+ * Owner:  the caller ends it with td_draft_destroy(). */
+TD_MUST_CHECK td_status_t td_draft_create(td_drafter_t drafter, const td_draft_config_t *config,
+                                          td_draft_t **out);
+/** NULL is allowed. */
+void td_draft_destroy(td_draft_t *draft);
+/** Tells it the next tokens of the context. is_output: they were generated, not asked with. */
+void td_draft_append(td_draft_t *draft, const uint32_t *tokens, uint32_t count, bool is_output);
+/** What may come next: at most k tokens, fewer (0 too) where it is not confident of more.
+ * Shape:  tokens_out [k]; k <= TD_DRAFT_TOKENS_MAX. Answers how many. */
+uint32_t td_draft_propose(td_draft_t *draft, uint32_t k, uint32_t *tokens_out);
