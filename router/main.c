@@ -46,6 +46,10 @@ static const td_option_t options[] = {
      TD_MSG_PROMPT_TOKENS_MAX},
     {"allow-placement", TD_OPTION_BOOL, "false",
      "let clients name nodes (\"tandem\") and see logits' hashes"},
+    {"speculation", TD_OPTION_CHOICE, "auto", "drafter of requests that name none", 0, 0,
+     "auto|none|prompt_lookup"},
+    {"draft-max", TD_OPTION_COUNT, "8", "drafts of a step at most; 0 = no request drafts", 0,
+     TD_DRAFT_TOKENS_MAX},
     {"api-key-file", TD_OPTION_TEXT, NULL, "one key a line, mode 0600: then a key is needed"},
     {"queue-max", TD_OPTION_COUNT, "256", "prompts that may wait for room; past it 429", 0,
      RTR_TICKETS_MAX},
@@ -73,7 +77,12 @@ static td_status_t start_model(app_t *app)
                                (uint32_t)td_config_u64(config, "block-tokens"), codec,
                                &app->model));
     app->model.model.allow_placement = td_config_bool(config, "allow-placement");
-    return TD_OK;
+    app->model.model.draft_max = (uint32_t)td_config_u64(config, "draft-max");
+    app->model.model.drafter = RTR_DRAFTER_AUTO;
+    if (strcmp(td_config_text(config, "speculation"), "auto") == 0) {
+        return TD_OK;
+    }
+    return td_drafter_parse(td_config_text(config, "speculation"), &app->model.model.drafter);
 }
 
 static td_status_t start(app_t *app)

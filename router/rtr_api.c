@@ -520,6 +520,7 @@ static td_status_t read_generation(const rtr_parse_t *ps)
         TD_TRY(rtr_field_bool(ps, "echo", &p->echo));
     }
     TD_TRY(read_salt(ps));
+    TD_TRY(rtr_speculation_read(ps));
     return read_placement(ps);
 }
 
@@ -577,6 +578,7 @@ void rtr_params_fini(rtr_params_t *params)
     td_free(params->prompts);
     td_free(params->bias_tokens);
     td_free(params->bias_values);
+    td_free(params->prediction);
     td_str_fini(&params->stop_text);
     td_str_fini(&params->cache_salt);
     *params = (rtr_params_t){0};

@@ -12,11 +12,13 @@
 #include "common/base/td_status.h"
 #include "common/model/td_chat.h"
 #include "common/model/td_tokenizer.h"
+#include "common/spec/td_draft.h"
 #include "common/wire/td_msg.h"
 
 #define RTR_PROMPTS_MAX 32u
 #define RTR_N_MAX 16u
 #define RTR_MESSAGES_MAX 4096u
+#define RTR_DRAFTER_AUTO TD_DRAFTER_PROMPT_LOOKUP /* costs next to nothing where it finds nothing */
 #define RTR_TEMPERATURE_MIN 1e-4f /* below: the argmax, since 1 / t would not be finite */
 
 typedef enum rtr_kind {
@@ -44,6 +46,8 @@ typedef struct rtr_model {
     uint32_t context_max;  /* tokens */
     uint64_t created_s;
     bool allow_placement; /* clients may name nodes, and see them with the logits' hashes */
+    td_drafter_t drafter; /* for requests that name none */
+    uint32_t draft_max;   /* drafts of a step, at most; 0 = no request drafts */
 } rtr_model_t;
 
 typedef struct rtr_prompt {
@@ -67,6 +71,11 @@ typedef struct rtr_params {
     uint32_t max_tokens; /* as asked; each prompt has its own clamped one */
     uint32_t min_tokens;
     int32_t priority; /* lower is served first, as with other servers */
+    td_drafter_t drafter;
+    uint32_t k_min; /* drafts verified in a step, where there are so many */
+    uint32_t k_max;
+    uint32_t *prediction; /* owned; tokens that the client expects, NULL: none */
+    uint32_t prediction_tokens;
     float temperature;
     float top_p;
     float min_p;

@@ -1,5 +1,5 @@
-/* rtr_api_internal.h - what the two halves of the API parser share: rtr_api.c reads fields,
- * rtr_prompts.c reads prompts, messages and ids. */
+/* rtr_api_internal.h - what the parts of the API parser share: rtr_api.c reads fields,
+ * rtr_prompts.c prompts, messages and ids, rtr_speculation.c what is drafted. */
 #pragma once
 
 #include <jansson.h>
@@ -27,5 +27,10 @@ TD_MUST_CHECK td_status_t rtr_field_bool(const rtr_parse_t *ps, const char *name
 /** An integer, also one written as 3.0. *out is untouched when the field is absent. */
 TD_MUST_CHECK td_status_t rtr_field_int(const rtr_parse_t *ps, const char *name, int64_t lo,
                                         int64_t hi, int64_t *out, bool *present_out);
+/** Owner: *ids_out is the caller's. Errors: TD_ERR_INVALID (refused), TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t rtr_encode_text(const rtr_parse_t *ps, const char *name, const char *text,
+                                          size_t len, uint32_t **ids_out, uint32_t *count_out);
+/** Drafter, bounds of k, and the client's prediction. */
+TD_MUST_CHECK td_status_t rtr_speculation_read(const rtr_parse_t *ps);
 /** Prompts of all kinds into p->prompts, with max_tokens clamped. */
 TD_MUST_CHECK td_status_t rtr_prompts_read(const rtr_parse_t *ps);

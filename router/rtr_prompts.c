@@ -27,27 +27,34 @@ static td_status_t alloc_prompts(const rtr_parse_t *ps, size_t count)
     return TD_OK;
 }
 
+td_status_t rtr_encode_text(const rtr_parse_t *ps, const char *name, const char *text, size_t len,
+                            uint32_t **ids_out, uint32_t *count_out)
+{
+    size_t count = 0;
+    td_status_t status = td_tokenizer_encode(ps->model->tok, text, len, true, ids_out, &count);
+
+    if (status != TD_OK) {
+        return encode_failed(ps, name, status);
+    }
+    *count_out = (uint32_t)count;
+    return TD_OK;
+}
+
 static td_status_t read_text(const rtr_parse_t *ps, const json_t *value, bool bos,
                              rtr_prompt_t *out)
 {
     const td_tokenizer_t *tok = ps->model->tok;
     uint32_t *ids = NULL;
-    size_t count = 0;
-    td_status_t status = td_tokenizer_encode(tok, json_string_value(value),
-                                             json_string_length(value), true, &ids, &count);
 
-    if (status != TD_OK) {
-        return encode_failed(ps, "prompt", status);
-    }
-    out->tokens = ids;
-    out->count = (uint32_t)count;
+    TD_TRY(rtr_encode_text(ps, "prompt", json_string_value(value), json_string_length(value),
+                           &out->tokens, &out->count));
     if (bos && td_tokenizer_bos(tok) != UINT32_MAX) {
-        ids = td_alloc((count + 1) * sizeof(*ids));
+        ids = td_alloc((out->count + 1) * sizeof(*ids));
         if (ids == NULL) {
             return rtr_no_memory(ps);
         }
         ids[0] = td_tokenizer_bos(tok);
-        memcpy(ids + 1, out->tokens, count * sizeof(*ids));
+        memcpy(ids + 1, out->tokens, out->count * sizeof(*ids));
         td_free(out->tokens);
         out->tokens = ids;
         out->count++;

@@ -364,9 +364,12 @@ static void put_usage(writer_t *w, const td_msg_usage_t *u)
 {
     PUTF(w,
          "\"usage\":{\"prompt_tokens\":%u,\"completion_tokens\":%u,\"total_tokens\":%u,"
-         "\"prompt_tokens_details\":{\"cached_tokens\":%u}}",
+         "\"prompt_tokens_details\":{\"cached_tokens\":%u},"
+         "\"completion_tokens_details\":{\"accepted_prediction_tokens\":%u,"
+         "\"rejected_prediction_tokens\":%u}}",
          u->prompt_tokens, u->completion_tokens, u->prompt_tokens + u->completion_tokens,
-         u->cached_local_tokens + u->cached_store_tokens);
+         u->cached_local_tokens + u->cached_store_tokens, u->accepted_draft_tokens,
+         u->rejected_draft_tokens);
 }
 
 static void put_head(writer_t *w, const rtr_head_t *h, bool is_chunk)

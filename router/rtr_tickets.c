@@ -474,6 +474,11 @@ static td_status_t send_work(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_ty
                         .max_tokens = prompt->max_tokens,
                         .min_tokens = p->min_tokens,
                         .priority = p->priority,
+                        .drafter = p->drafter,
+                        .k_min = p->k_min,
+                        .k_max = p->k_max,
+                        .prediction = p->prediction,
+                        .prediction_tokens = p->prediction_tokens,
                         .ignore_eos = p->ignore_eos,
                         .want_logprobs = p->want_logprobs,
                         .top_logprobs = p->top_logprobs,
@@ -742,6 +747,8 @@ static void ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
     u->completion_tokens += t->usage.completion_tokens;
     u->cached_local_tokens += t->usage.cached_local_tokens;
     u->cached_store_tokens += t->usage.cached_store_tokens;
+    u->accepted_draft_tokens += t->usage.accepted_draft_tokens;
+    u->rejected_draft_tokens += t->usage.rejected_draft_tokens;
     rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
     ticket_destroy(ts, t, false);
     if (req->tickets_left == 0) {
@@ -867,6 +874,8 @@ static void decode_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t 
         }
     }
     t->usage.completion_tokens = received;
+    t->usage.accepted_draft_tokens = m->usage.accepted_draft_tokens;
+    t->usage.rejected_draft_tokens = m->usage.rejected_draft_tokens;
     t->usage.cached_local_tokens =
         TD_MAX(t->usage.cached_local_tokens, m->usage.cached_local_tokens);
     t->usage.cached_store_tokens =

@@ -18,6 +18,7 @@
 #define TD_MSG_PROMPT_TOKENS_MAX (1u << 20)
 #define TD_MSG_BLOCKS_MAX (1u << 17)
 #define TD_MSG_CHOICES_MAX 128u
+#define TD_MSG_DRAFTS_MAX 16u /* of one step */
 #define TD_MSG_STOPS_MAX 16u
 #define TD_MSG_STOP_BYTES_MAX 1024u
 #define TD_MSG_PEERS_MAX 1024u
@@ -146,6 +147,11 @@ typedef struct td_msg_work { /* RESERVE and START */
     uint32_t max_tokens; /* >= 1, clamped to the context by the router */
     uint32_t min_tokens;
     int32_t priority; /* lower is served first */
+    uint32_t drafter; /* td_drafter_t; 0 = none */
+    uint32_t k_min;   /* drafts verified in a step, where there are so many */
+    uint32_t k_max;
+    const uint32_t *prediction; /* [prediction_tokens]: what the client expects */
+    uint32_t prediction_tokens;
     bool ignore_eos;
     bool want_logprobs;
     uint32_t top_logprobs;
@@ -194,6 +200,8 @@ typedef struct td_msg_usage { /* tokens */
     uint32_t cached_local_tokens;
     uint32_t cached_store_tokens;
     uint32_t computed_tokens;
+    uint32_t accepted_draft_tokens;
+    uint32_t rejected_draft_tokens;
 } td_msg_usage_t;
 
 typedef struct td_msg_kv_ready {

@@ -112,6 +112,8 @@ static void fill_usage(const td_msg_usage_t *usage, PB(Usage) * pb)
     pb->completion_tokens = usage->completion_tokens;
     pb->cached_local_tokens = usage->cached_local_tokens;
     pb->cached_store_tokens = usage->cached_store_tokens;
+    pb->accepted_draft_tokens = usage->accepted_draft_tokens;
+    pb->rejected_draft_tokens = usage->rejected_draft_tokens;
     pb->computed_tokens = usage->computed_tokens;
 }
 
@@ -245,6 +247,10 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     pb.max_tokens = m->max_tokens;
     pb.min_tokens = m->min_tokens;
     pb.priority = m->priority;
+    pb.drafter = m->drafter;
+    pb.k_min = m->k_min;
+    pb.k_max = m->k_max;
+    PB_ARRAY(pb, prediction, uint32_t, m->prediction, m->prediction_tokens);
     pb.ignore_eos = m->ignore_eos;
     pb.want_logprobs = m->want_logprobs;
     pb.top_logprobs = m->top_logprobs;
@@ -705,6 +711,8 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
     MUST(pb->n >= 1 && pb->n <= TD_MSG_CHOICES_MAX, "n out of range");
     MUST(pb->max_tokens >= 1, "max_tokens is 0");
     MUST(pb->top_logprobs <= 20, "top_logprobs over 20");
+    MUST(pb->k_min <= pb->k_max && pb->k_max <= TD_MSG_DRAFTS_MAX, "draft lengths out of range");
+    MUST(pb->n_prediction <= TD_MSG_PROMPT_TOKENS_MAX, "prediction over the token limit");
     MUST(pb->n_stop <= TD_MSG_STOPS_MAX, "too many stop strings");
     MUST(id_ok(pb->peer_id) && id_ok(pb->request_id), "id too long or unprintable");
     stops = td_calloc(pb->n_stop, sizeof(*stops));
@@ -739,6 +747,11 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
         .max_tokens = pb->max_tokens,
         .min_tokens = pb->min_tokens,
         .priority = pb->priority,
+        .drafter = pb->drafter,
+        .k_min = pb->k_min,
+        .k_max = pb->k_max,
+        .prediction = pb->prediction,
+        .prediction_tokens = (uint32_t)pb->n_prediction,
         .ignore_eos = pb->ignore_eos,
         .want_logprobs = pb->want_logprobs,
         .top_logprobs = pb->top_logprobs,
@@ -787,6 +800,8 @@ static void read_usage(const PB(Usage) * pb, td_msg_usage_t *m)
         m->cached_local_tokens = pb->cached_local_tokens;
         m->cached_store_tokens = pb->cached_store_tokens;
         m->computed_tokens = pb->computed_tokens;
+        m->accepted_draft_tokens = pb->accepted_draft_tokens;
+        m->rejected_draft_tokens = pb->rejected_draft_tokens;
     }
 }
 

@@ -263,6 +263,15 @@ static const refusal_t refusals[] = {
     {RTR_KIND_COMPLETION, TEXT(",\"logprobs\":21"), 400, "logprobs", "got 21"},
     {RTR_KIND_COMPLETION, TEXT(",\"suffix\":\"a\""), 400, "suffix", "not supported"},
     {RTR_KIND_COMPLETION, TEXT(",\"best_of\":2"), 400, "best_of", "got 2"},
+    {RTR_KIND_COMPLETION, TEXT(",\"speculation\":3"), 400, "speculation", "an object"},
+    {RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"drafter\":3}"), 400, "speculation",
+     "must be a string"},
+    {RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"drafter\":\"oracle\"}"), 400, "speculation",
+     "prompt_lookup, got \"oracle\""},
+    {RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"k\":17}"), 400, "k", "got 17"},
+    {RTR_KIND_CHAT, CHAT(",\"prediction\":\"ab\""), 400, "prediction", "must be {"},
+    {RTR_KIND_CHAT, CHAT(",\"prediction\":{\"type\":\"content\",\"content\":[3]}"), 400,
+     "prediction", "content[0] must have a text"},
     {RTR_KIND_COMPLETION, TEXT(",\"echo\":\"yes\""), 400, "echo", "a boolean"},
     {RTR_KIND_TOKENIZE, "{}", 400, "prompt", "prompt or messages"},
     {RTR_KIND_TOKENIZE, "{\"prompt\":[\"a\"]}", 400, "prompt", "got an array"},
@@ -323,6 +332,48 @@ static void test_api_placement_needs_permission(void **state)
     assert_int_equal(parse(fx, RTR_KIND_CHAT, CHAT(",\"tandem\":[]")), TD_ERR_INVALID);
 }
 
+static void test_api_speculation_is_a_wish_within_limits(void **state)
+{
+    fixture_t *fx = *state;
+    const rtr_params_t *p = NULL;
+
+    p = accept(fx, RTR_KIND_CHAT, CHAT(",\"speculation\":{\"drafter\":\"prompt_lookup\"}"));
+    assert_true(p->drafter == TD_DRAFTER_NONE && p->k_max == 0); /* the server allows no drafts */
+    fx->model.draft_max = 6;
+    p = accept(fx, RTR_KIND_CHAT, CHAT(""));
+    assert_true(p->drafter == TD_DRAFTER_NONE && p->k_max == 0);
+    fx->model.drafter = TD_DRAFTER_PROMPT_LOOKUP;
+    p = accept(fx, RTR_KIND_CHAT, CHAT(""));
+    assert_true(p->drafter == TD_DRAFTER_PROMPT_LOOKUP && p->k_min == 0 && p->k_max == 6);
+    p = accept(fx, RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"k\":4}"));
+    assert_true(p->drafter == TD_DRAFTER_PROMPT_LOOKUP && p->k_min == 4 && p->k_max == 4);
+    p = accept(fx, RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"drafter\":\"auto\",\"k\":16}"));
+    assert_true(p->k_min == 6 && p->k_max == 6);
+    p = accept(fx, RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"drafter\":\"none\"}"));
+    assert_true(p->drafter == TD_DRAFTER_NONE && p->k_max == 0);
+    p = accept(fx, RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"k\":0}"));
+    assert_true(p->drafter == TD_DRAFTER_NONE && p->k_max == 0);
+    assert_int_equal(p->prediction_tokens, 0);
+}
+
+static void test_api_prediction_becomes_tokens(void **state)
+{
+    fixture_t *fx = *state;
+    const rtr_params_t *p = NULL;
+
+    p = accept(fx, RTR_KIND_CHAT,
+               CHAT(",\"prediction\":{\"type\":\"content\",\"content\":\"ab\"}"));
+    assert_int_equal(p->prediction_tokens, 1);
+    assert_int_equal(p->prediction[0], GB_AB);
+    p = accept(fx, RTR_KIND_CHAT,
+               CHAT(",\"prediction\":{\"type\":\"content\",\"content\":[{\"type\":\"text\","
+                    "\"text\":\"a\"},{\"type\":\"text\",\"text\":\"b\"}]}"));
+    assert_int_equal(p->prediction_tokens, 1);
+    assert_int_equal(p->prediction[0], GB_AB);
+    p = accept(fx, RTR_KIND_CHAT, CHAT(",\"prediction\":{\"type\":\"content\",\"content\":\"\"}"));
+    assert_int_equal(p->prediction_tokens, 0);
+}
+
 static void test_api_error_types_follow_the_status(void **state)
 {
     rtr_error_t error;
@@ -351,6 +402,8 @@ int main(void)
         T(test_api_prompt_over_the_context_says_both_numbers),
         T(test_api_max_tokens_is_clamped_to_the_context),
         T(test_api_placement_needs_permission),
+        T(test_api_speculation_is_a_wish_within_limits),
+        T(test_api_prediction_becomes_tokens),
         T(test_api_error_types_follow_the_status),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

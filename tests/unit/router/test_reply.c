@@ -118,7 +118,9 @@ static void test_reply_chat_full(void **state)
     td_msg_usage_t usage = {.prompt_tokens = 5,
                             .completion_tokens = 3,
                             .cached_local_tokens = 2,
-                            .cached_store_tokens = 1};
+                            .cached_store_tokens = 1,
+                            .accepted_draft_tokens = 2,
+                            .rejected_draft_tokens = 9};
     const json_t *json = NULL;
 
     fx->head.want_logprobs = true;
@@ -140,6 +142,12 @@ static void test_reply_chat_full(void **state)
     assert_true(json_number_value(at(json, "choices.0.logprobs.content.1.logprob")) == -9999);
     assert_int_equal(json_integer_value(at(json, "usage.total_tokens")), 8);
     assert_int_equal(json_integer_value(at(json, "usage.prompt_tokens_details.cached_tokens")), 3);
+    assert_int_equal(
+        json_integer_value(at(json, "usage.completion_tokens_details.accepted_prediction_tokens")),
+        2);
+    assert_int_equal(
+        json_integer_value(at(json, "usage.completion_tokens_details.rejected_prediction_tokens")),
+        9);
     assert_text(json, "tandem.prefill", "p1");
     assert_text(json, "tandem.logits_xxh.0.1", "deadbeefcafef00d");
     assert_text(json, "tandem.logits_xxh.0.0", "0000000000000001");

@@ -81,6 +81,11 @@ static td_msg_work_t sample_work(void)
                            .n = 2,
                            .max_tokens = 10,
                            .priority = -7,
+                           .drafter = 1,
+                           .k_min = 2,
+                           .k_max = 8,
+                           .prediction = u32s,
+                           .prediction_tokens = 3,
                            .stop_count = 2,
                            .stops = stops,
                            .peer_id = "decode-1",
@@ -100,6 +105,11 @@ static void test_msg_work_survives_the_wire(void **state)
     assert_memory_equal(out.u.work.prompt, u32s, sizeof(u32s));
     assert_memory_equal(out.u.work.bias_values, floats, sizeof(floats));
     assert_int_equal(out.u.work.priority, -7);
+    assert_int_equal(out.u.work.drafter, 1);
+    assert_int_equal(out.u.work.k_min, 2);
+    assert_int_equal(out.u.work.k_max, 8);
+    assert_int_equal(out.u.work.prediction_tokens, 3);
+    assert_memory_equal(out.u.work.prediction, u32s, sizeof(u32s));
     assert_int_equal(out.u.work.stop_count, 2);
     assert_int_equal(out.u.work.stops[1].len, 2);
     assert_memory_equal(out.u.work.stops[1].at, "\0b", 2);
@@ -127,7 +137,9 @@ static void test_msg_kv_ready_survives_the_wire(void **state)
                                          .first_tokens = u32s,
                                          .hash_count = 3,
                                          .hashes = u64s,
-                                         .usage = {.computed_tokens = 12}};
+                                         .usage = {.computed_tokens = 12,
+                                                   .accepted_draft_tokens = 3,
+                                                   .rejected_draft_tokens = 4}};
     msg.u.kv_ready.logprobs = (td_msg_logprobs_t){.count = 3,
                                                   .token_logprobs = floats,
                                                   .top_counts = (const uint32_t[]){1, 0, 2},
@@ -140,6 +152,8 @@ static void test_msg_kv_ready_survives_the_wire(void **state)
     assert_memory_equal(out.u.kv_ready.checksums, u64s, sizeof(u64s));
     assert_int_equal(out.u.kv_ready.logprobs.top_counts[2], 2);
     assert_int_equal(out.u.kv_ready.usage.computed_tokens, 12);
+    assert_int_equal(out.u.kv_ready.usage.accepted_draft_tokens, 3);
+    assert_int_equal(out.u.kv_ready.usage.rejected_draft_tokens, 4);
     td_msg_arena_free(arena);
 }
 
