@@ -1,4 +1,6 @@
-/* Continuous batching: every step runs one row of each running choice, whichever request it is of.
+/* Continuous batching: every step runs the newest token of each running choice, whichever request
+ * it is of, with drafts of what may follow, and what has to be computed again of those that came
+ * back.
  */
 #include "decode_node/dcn_node.h"
 
@@ -34,6 +36,7 @@ static td_status_t init_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
         return TD_ERR_NO_MEMORY;
     }
     td_node_sampling(w, index, bias, &params);
+    TD_TRY(dcn_speculate_open(c));
     return td_sampler_create(&params, d->node.info->vocab_size, w->prompt, w->prompt_tokens,
                              &c->sampler);
 }
@@ -109,6 +112,7 @@ void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
     for (uint32_t i = 0; i < n; i++) {
         td_sampled_t first = first_token(t, i);
         uint64_t hash = t->ready.hash_count > 0 ? t->ready.hashes[i] : 0;
+        td_sampler_accept(t->choices[i].sampler, first.token);
         if (!dcn_stream_token(d, &t->choices[i], &first, hash)) {
             return; /* the ticket has ended */
         }
@@ -118,30 +122,50 @@ void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
 /* --- the worker's thread ------------------------------------------------------------------------
  */
 
+/* Draws the token behind each row, as if one after the other; the first that a draft did not
+ * foresee ends it: the rows behind it saw a token that never came. */
+static void draw(dcn_node_t *d, dcn_part_t *part, const float *logits)
+{
+    dcn_choice_t *c = part->choice;
+    const td_msg_work_t *w = &c->ticket->work;
+    const uint32_t vocab = d->node.info->vocab_size;
+
+    c->sampled_count = 0;
+    c->status = TD_OK;
+    for (uint32_t i = 0; i <= part->drafts; i++) {
+        const float *row = logits + (size_t)i * vocab;
+        const uint32_t at = c->token_count + i;
+        const bool ban = at < w->min_tokens;
+        c->status = td_sampler_pick(c->sampler, row, w->prompt_tokens + at, d->node.stop_ids,
+                                    ban ? d->node.stop_count : 0, w->want_logprobs,
+                                    w->want_logprobs ? w->top_logprobs : 0, &c->sampled[i]);
+        if (c->status != TD_OK) {
+            return;
+        }
+        td_sampler_accept(c->sampler, c->sampled[i].token);
+        c->logits_hashes[i] = w->want_hashes ? td_logits_hash(row, vocab) : 0;
+        c->sampled_count = i + 1;
+        if (i < part->drafts && c->sampled[i].token != c->drafts[i]) {
+            return;
+        }
+    }
+}
+
 static void run_batch(void *ctx)
 {
     dcn_node_t *d = ctx;
     dcn_batch_t *b = &d->batch;
-    uint32_t vocab = d->node.info->vocab_size;
     const float *logits = NULL;
 
     b->status = td_model_forward(d->node.model, td_pool_base(d->node.pool), b->rows, b->row_count,
                                  0, NULL, NULL, &logits);
     for (uint32_t i = 0; b->status == TD_OK && i < b->part_count; i++) {
-        dcn_choice_t *c = b->parts[i].choice;
-        const td_msg_work_t *w = &c->ticket->work;
-        const float *row = logits;
-        bool ban = c->token_count < w->min_tokens;
-        if (!b->parts[i].samples) {
-            c->status = TD_OK;
-            continue;
+        dcn_part_t *part = &b->parts[i];
+        part->choice->status = TD_OK;
+        if (part->samples) {
+            draw(d, part, logits);
+            logits += (size_t)(part->drafts + 1) * d->node.info->vocab_size;
         }
-        logits += vocab; /* of the next part that samples */
-        c->status =
-            td_sampler_pick(c->sampler, row, w->prompt_tokens + c->token_count, d->node.stop_ids,
-                            ban ? d->node.stop_count : 0, w->want_logprobs,
-                            w->want_logprobs ? w->top_logprobs : 0, &c->sampled);
-        c->logits_hash = w->want_hashes ? td_logits_hash(row, vocab) : 0;
     }
 }
 
@@ -150,7 +174,7 @@ static void run_batch(void *ctx)
 
 /* The newest token is the last one whose KV is written, and whose logits give the next. Mostly it
  * is the only one; after giving way, tokens before it are computed again first, some a step. */
-static void add_rows(dcn_node_t *d, dcn_choice_t *c)
+static void add_part(dcn_node_t *d, dcn_choice_t *c)
 {
     dcn_batch_t *b = &d->batch;
     const uint32_t newest = c->ticket->work.prompt_tokens + c->token_count - 1;
@@ -163,10 +187,7 @@ static void add_rows(dcn_node_t *d, dcn_choice_t *c)
             td_seq_prepare_write(&c->seq, position) != TD_OK) {
             break; /* the rest waits for the next step, or for a block */
         }
-        b->rows[b->row_count++] = (td_model_row_t){.token = dcn_choice_token(c, position),
-                                                   .position = position,
-                                                   .blocks = c->seq.blocks,
-                                                   .want_logits = samples};
+        b->row_count++;
         b->replayed += !samples;
         part->samples = samples;
         part->rows++;
@@ -175,6 +196,46 @@ static void add_rows(dcn_node_t *d, dcn_choice_t *c)
         b->part_count++;
         c->ticket->computing = true;
     }
+}
+
+/* A draft never makes anybody give way: without a free block for it, there are fewer. */
+static void fit_drafts(dcn_part_t *part)
+{
+    dcn_choice_t *c = part->choice;
+
+    for (uint32_t i = 0; i < part->drafts; i++) {
+        if (td_seq_prepare_write(&c->seq, c->kv_tokens + part->rows + i) != TD_OK) {
+            part->drafts = i;
+        }
+    }
+}
+
+static void add_rows(dcn_batch_t *b, const dcn_part_t *part)
+{
+    const dcn_choice_t *c = part->choice;
+
+    for (uint32_t i = 0; i < part->rows + part->drafts; i++) {
+        const uint32_t position = c->kv_tokens + i;
+        b->rows[b->row_count++] = (td_model_row_t){
+            .token = i < part->rows ? dcn_choice_token(c, position) : c->drafts[i - part->rows],
+            .position = position,
+            .blocks = c->seq.blocks,
+            .want_logits = part->samples && i + 1 >= part->rows};
+    }
+}
+
+static void submit(dcn_node_t *d)
+{
+    dcn_batch_t *b = &d->batch;
+
+    dcn_speculate_plan(d);
+    b->row_count = 0;
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        fit_drafts(&b->parts[i]);
+        add_rows(b, &b->parts[i]);
+    }
+    b->started_ns = td_now_ns();
+    td_worker_submit(d->node.worker, run_batch, d);
 }
 
 void dcn_batch_schedule(dcn_node_t *d)
@@ -202,7 +263,7 @@ void dcn_batch_schedule(dcn_node_t *d)
             }
             for (uint32_t i = 0; i < t->work.n && d->batch.row_count < d->rows_max; i++) {
                 if (t->choices[i].finish == TD_FINISH_NONE && t->choices[i].has_room) {
-                    add_rows(d, &t->choices[i]);
+                    add_part(d, &t->choices[i]);
                 }
             }
         }
@@ -210,9 +271,32 @@ void dcn_batch_schedule(dcn_node_t *d)
     d->next_ticket_turn = 0;
 full:
     if (d->batch.part_count > 0) {
-        d->batch.started_ns = td_now_ns();
-        td_worker_submit(d->node.worker, run_batch, d);
+        submit(d);
     }
+}
+
+/* What a step has drawn for a choice, token by token. False when its ticket has ended. */
+static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
+{
+    dcn_choice_t *c = part->choice;
+
+    c->kv_tokens += part->rows;
+    if (!part->samples) {
+        dcn_stream_publish(d, c);
+        return true;
+    }
+    d->batch.tokens += c->sampled_count;
+    dcn_speculate_observe(d, c, part->drafts, c->sampled_count - 1);
+    for (uint32_t i = 0; i < c->sampled_count && c->finish == TD_FINISH_NONE; i++) {
+        c->kv_tokens += i > 0 ? 1 : 0; /* the row of the draft that this token follows */
+        if (!dcn_stream_token(d, c, &c->sampled[i], c->logits_hashes[i])) {
+            return false;
+        }
+    }
+    if (c->finish == TD_FINISH_NONE) {
+        td_seq_truncate(&c->seq, c->kv_tokens);
+    }
+    return true;
 }
 
 void dcn_batch_progress(dcn_node_t *d)
@@ -224,8 +308,9 @@ void dcn_batch_progress(dcn_node_t *d)
         return;
     }
     took_ns = td_now_ns() - b->started_ns;
+    b->tokens = 0;
     td_metric_observe_ns(d->batch_seconds, took_ns);
-    d->tokens_per_s = b->part_count * TD_NS_PER_S / TD_MAX(took_ns, 1ull);
+    td_step_cost_observe(&d->step_cost, b->row_count, took_ns);
     if (b->status != TD_OK) {
         TD_LOG_ERROR("decode step failed", "status=%s rows=%u", td_status_name(b->status),
                      b->row_count);
@@ -242,12 +327,7 @@ void dcn_batch_progress(dcn_node_t *d)
             dcn_ticket_end(d, t, status);
             alive = false;
         } else if (alive) {
-            c->kv_tokens += b->parts[i].rows;
-            if (b->parts[i].samples) {
-                alive = dcn_stream_token(d, c, &c->sampled, c->logits_hash);
-            } else {
-                dcn_stream_publish(d, c);
-            }
+            alive = take_tokens(d, &b->parts[i]);
         } else {
             dcn_ticket_settle(d, t);
         }
@@ -258,5 +338,6 @@ void dcn_batch_progress(dcn_node_t *d)
             }
         }
     }
+    d->tokens_per_s = b->tokens * TD_NS_PER_S / TD_MAX(took_ns, 1ull);
     TD_FAULT_POINT("decode_step");
 }

@@ -5,6 +5,7 @@ void dcn_metrics_declare(dcn_node_t *d)
     td_metrics_t *m = d->node.proc.metrics;
     const char *requests = "tandem_decode_requests_total";
     const char *bytes = "tandem_decode_handoff_bytes_total";
+    const char *drafts = "tandem_decode_draft_tokens_total";
     const char *returned = "tandem_decode_returned_tokens_total";
 
     d->tokens = td_metrics_counter(m, "tandem_decode_tokens_total", NULL, "tokens generated");
@@ -27,5 +28,8 @@ void dcn_metrics_declare(dcn_node_t *d)
                                             "positions of requests that came back after that, by "
                                             "where their KV came from");
     d->returned_fetched = td_metrics_counter(m, returned, "source=\"store\"", "");
+    d->drafts_accepted = td_metrics_counter(m, drafts, "result=\"accepted\"",
+                                            "drafted tokens that were verified");
+    d->drafts_rejected = td_metrics_counter(m, drafts, "result=\"rejected\"", "");
     d->returned_computed = td_metrics_counter(m, returned, "source=\"computed\"", "");
 }

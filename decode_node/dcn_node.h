@@ -6,6 +6,8 @@
 
 #include "common/model/td_stop.h"
 #include "common/node/td_node.h"
+#include "common/spec/td_draft.h"
+#include "common/spec/td_spec_cost.h"
 #include "kvstore/kvs_client.h"
 
 #define DCN_TICKETS_MAX 1024u /* past it: busy */
@@ -36,8 +38,13 @@ typedef struct dcn_choice {
     td_detok_t detok;
     td_stop_t stop;
     td_finish_t finish;
-    td_sampled_t sampled; /* written by the batch */
-    uint64_t logits_hash;
+    td_draft_t *draft;                    /* owned; NULL: nothing is drafted */
+    uint32_t drafts[TD_DRAFT_TOKENS_MAX]; /* proposed for the step being made */
+    td_acceptance_t acceptance;
+    /* Written by the batch, one for each row that samples, up to the first draft that was wrong. */
+    td_sampled_t sampled[TD_DRAFT_TOKENS_MAX + 1];
+    uint64_t logits_hashes[TD_DRAFT_TOKENS_MAX + 1];
+    uint32_t sampled_count;
     td_status_t status; /* of the batch's sampling */
 } dcn_choice_t;
 
@@ -64,6 +71,8 @@ typedef struct dcn_ticket {
     uint32_t reserve_choices;    /* blocks reserved for choices 1.. */
     dcn_choice_t *choices;       /* owned, [n] once admitted */
     uint32_t live;               /* choices that still generate */
+    uint32_t drafts_accepted;
+    uint32_t drafts_rejected;
     bool computing;
     uint32_t *quarantined; /* owned, [blocks]; while DCN_DRAIN */
     uint32_t quarantined_count;
@@ -76,12 +85,13 @@ typedef struct dcn_ticket {
     struct dcn_ticket *next;
 } dcn_ticket_t;
 
-/* A choice's rows of a step: the newest token's, and before it those of tokens whose KV was given
- * up. Without the newest token's row nothing is sampled. */
+/* A choice's rows of a step: the newest token's, before it those of tokens whose KV was given up,
+ * behind it those of drafts. Without the newest token's row nothing is sampled. */
 typedef struct dcn_part {
     dcn_choice_t *choice;
     dcn_ticket_t *ticket; /* its ticket: a choice may be gone before its ticket's turn */
-    uint32_t rows;
+    uint32_t rows;   /* without those of drafts */
+    uint32_t drafts; /* 0 unless it samples */
     bool samples;
 } dcn_part_t;
 
@@ -91,6 +101,7 @@ typedef struct dcn_batch {
     uint32_t row_count;
     uint32_t part_count;
     uint32_t replayed; /* rows that no sampling follows */
+    uint32_t tokens;   /* that it gave */
     td_status_t status;
     uint64_t started_ns;
 } dcn_batch_t;
@@ -108,6 +119,7 @@ typedef struct dcn_node {
     double output_mean; /* tokens, of outputs that ended lately */
     double output_deviation;
     dcn_batch_t batch;
+    td_step_cost_t step_cost;
     td_str_t text; /* scratch */
     td_str_t raw;  /* scratch */
     uint64_t tokens_per_s;
@@ -124,6 +136,8 @@ typedef struct dcn_node {
     td_metric_t *returned_cached;
     td_metric_t *returned_fetched;
     td_metric_t *returned_computed;
+    td_metric_t *drafts_accepted;
+    td_metric_t *drafts_rejected;
 } dcn_node_t;
 
 /* dcn_ticket.c */
@@ -164,6 +178,16 @@ void dcn_return_fetched(dcn_node_t *dcn, dcn_ticket_t *ticket, td_node_fetch_t *
 void dcn_return_fini(dcn_ticket_t *ticket);
 /** The token at a position of a choice's sequence. */
 uint32_t dcn_choice_token(const dcn_choice_t *choice, uint32_t position);
+
+/* dcn_speculate.c: drafts of the running choices */
+/** Makes the choice's drafter, if its request has one. Errors: TD_ERR_NO_MEMORY. */
+td_status_t dcn_speculate_open(dcn_choice_t *choice);
+/** Tells the drafter the next token of the output. */
+void dcn_speculate_token(dcn_choice_t *choice, uint32_t token);
+/** Has every part of the step that samples propose, and sets how many of its drafts are verified. */
+void dcn_speculate_plan(dcn_node_t *dcn);
+void dcn_speculate_observe(dcn_node_t *dcn, dcn_choice_t *choice, uint32_t drafted,
+                           uint32_t accepted);
 
 /* dcn_stream.c: tokens to text to the router */
 /** Takes a choice's next token: text, stop conditions, message; publishes full blocks.

@@ -114,7 +114,7 @@ bool dcn_stream_token(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *sample
     td_status_t status = TD_OK;
 
     c->tokens[c->token_count++] = sampled->token;
-    td_sampler_accept(c->sampler, sampled->token);
+    dcn_speculate_token(c, sampled->token);
     td_metric_add(d->tokens, 1);
     status =
         make_text(d, c, sampled->token, td_tokenizer_is_stop(d->node.tokenizer, sampled->token));

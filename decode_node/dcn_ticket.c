@@ -44,6 +44,8 @@ static void send_end(dcn_node_t *d, const dcn_ticket_t *t, td_status_t status)
     }
     msg.u.end.usage.prompt_tokens = t->work.prompt_tokens;
     msg.u.end.usage.completion_tokens = generated;
+    msg.u.end.usage.accepted_draft_tokens = t->drafts_accepted;
+    msg.u.end.usage.rejected_draft_tokens = t->drafts_rejected;
     if (td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
         TD_LOG_WARN("end not reported", "req=%s", t->work.request_id);
     }
@@ -55,6 +57,7 @@ static void release_choices(dcn_node_t *d, dcn_ticket_t *t)
         dcn_choice_t *c = &t->choices[i - 1];
         td_seq_fini(&c->seq);
         td_sampler_destroy(c->sampler);
+        td_draft_destroy(c->draft);
         td_stop_fini(&c->stop);
         td_free(c->tokens);
     }

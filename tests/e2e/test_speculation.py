@@ -1,0 +1,172 @@
+"""Speculation changes how fast an answer comes, and not one token of it: with any drafter, any k, any
+sampling, alone and in batches; and what it counts adds up."""
+import os
+import sys
+import threading
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from cluster import Cluster, HTTPError, main, shared, test, wait_until
+
+TEXT = ("The harbour master wrote down every ship: the Anna, the Berta, the Clara and the Dora. "
+        "The Anna carried salt. The Berta carried coal. The Clara carried wine. The Dora carried tea. ")
+COPY = f"{TEXT}\nRepeat the text above, word for word:\n{TEXT[:60]}"
+FREE = "Tell me a story about a lighthouse."
+SAMPLINGS = [{"temperature": 0},
+             {"temperature": 0.8, "seed": 7},
+             {"temperature": 1.1, "seed": 8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+             {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.7,
+              "presence_penalty": 0.3},
+             {"temperature": 0.7, "seed": 9, "logit_bias": {"253": -5, "260": 2}}]
+
+
+def cluster(options):
+    return shared(options, router_args=["--allow-placement"])
+
+
+def ask(c, prompt, speculation, **more):
+    """Whole answer of one request; everything that must not depend on speculation."""
+    parameters = {"max_tokens": 48, "ignore_eos": True, "logprobs": 3, **more}
+    reply = c.complete(prompt, speculation=speculation, **parameters)
+    usage = dict(reply.usage)
+    details = usage.pop("completion_tokens_details")
+    return ([(choice["text"], choice["finish_reason"], choice["logprobs"])
+             for choice in reply.choices], reply.json["tandem"]["logits_xxh"],
+            usage["completion_tokens"]), details
+
+
+def accepted(details):
+    return details["accepted_prediction_tokens"]
+
+
+@test
+def test_i1_speculation_any_k_gives_the_same_tokens(options):
+    c = cluster(options)
+    for prompt in (COPY, FREE):
+        for sampling in SAMPLINGS:
+            expected, details = ask(c, prompt, {"drafter": "none"}, **sampling)
+            assert accepted(details) == details["rejected_prediction_tokens"] == 0
+            for k in range(0, 9):
+                got, details = ask(c, prompt, {"drafter": "prompt_lookup", "k": k}, **sampling)
+                assert got == expected, (prompt, sampling, k, got, expected)
+                assert k > 0 or accepted(details) == 0
+            got, _ = ask(c, prompt, None, **sampling)
+            assert got == expected, (prompt, sampling, "auto")
+
+
+@test
+def test_i1_speculation_with_stops_choices_and_minimum(options):
+    c = cluster(options)
+    for more in ({"stop": ["coal", "wine"]}, {"stop": [" carried"], "min_tokens": 9},
+                 {"n": 3, "temperature": 0.9, "seed": 3}, {"ignore_eos": False, "max_tokens": 90},
+                 {"max_tokens": 1}, {"max_tokens": 2},
+                 {"stop": ["."], "include_stop_str_in_output": True}):
+        more = {"temperature": 0.6, "seed": 5, **more}
+        expected, _ = ask(c, COPY, {"drafter": "none"}, **more)
+        for k in (1, 3, 8):
+            got, _ = ask(c, COPY, {"k": k}, **more)
+            assert got == expected, (more, k, got, expected)
+
+
+@test
+def test_i1_speculation_in_batches_with_other_lengths_of_draft(options):
+    c = cluster(options)
+    jobs = [(prompt, sampling, k) for prompt in (COPY, FREE)
+            for sampling in SAMPLINGS[:3] for k in (0, 2, 5, 8)]
+    expected = {(prompt, str(sampling)): ask(c, prompt, {"drafter": "none"}, **sampling)[0]
+                for prompt, sampling, _ in jobs}
+    wrong = []
+
+    def run(prompt, sampling, k):
+        got, _ = ask(c, prompt, {"k": k}, **sampling)
+        if got != expected[(prompt, str(sampling))]:
+            wrong.append((prompt[:20], sampling, k))
+
+    threads = [threading.Thread(target=run, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+@test
+def test_speculation_copies_are_accepted_and_counted(options):
+    c = cluster(options)
+    before = c.metrics("decode-1")
+    _, details = ask(c, COPY, {"k": 8}, temperature=0, max_tokens=64)
+    assert accepted(details) >= 16, details
+    after = c.metrics("decode-1")
+    for result in ("accepted", "rejected"):
+        series = f'tandem_decode_draft_tokens_total{{result="{result}"}}'
+        assert after[series] - before[series] == details[f"{result}_prediction_tokens"]
+    assert sum(after[f'tandem_decode_kv_blocks{{state="{state}"}}']
+               for state in ("reserved", "active", "quarantined")) == 0
+
+
+@test
+def test_i1_predicted_output_is_a_draft(options):
+    c = cluster(options)
+    expected, _ = ask(c, FREE, {"drafter": "none"}, temperature=0)
+    text = expected[0][0][0]
+    for content in (text, [{"type": "text", "text": text}], "Something else entirely."):
+        got, details = ask(c, FREE, {"k": 8}, temperature=0,
+                           prediction={"type": "content", "content": content})
+        assert got == expected
+        if content != "Something else entirely.":
+            assert accepted(details) >= 30, details
+
+
+@test
+def test_i4_speculation_publishes_verified_positions_only(options):
+    """What a request with many wrong drafts leaves behind, another computes anew: the same bits."""
+    c = cluster(options)
+    for k in (0, 8):
+        first, details = ask(c, COPY, {"k": k}, temperature=1.3, seed=21, max_tokens=120,
+                             cache_salt=f"verified {k}")
+        assert k == 0 or details["rejected_prediction_tokens"] > 0
+        prompt = COPY + first[0][0][0]
+        warm, _ = ask(c, prompt, {"drafter": "none"}, temperature=0, cache_salt=f"verified {k}")
+        cold, _ = ask(c, prompt, {"drafter": "none"}, temperature=0, cache_salt=f"nobody {k}")
+        assert warm == cold
+
+
+@test
+def test_speculation_wishes_are_checked(options):
+    c = cluster(options)
+    for wish, text in (({"drafter": "oracle"}, "oracle"), ({"k": 17}, "17"), ("fast", "object")):
+        try:
+            c.complete(FREE, max_tokens=4, speculation=wish)
+            raise AssertionError(f"{wish} was taken")
+        except HTTPError as refused:
+            assert refused.status == 400 and text in refused.response.body.decode()
+
+
+@test
+def test_speculation_survives_giving_way(options):
+    """Preempted with a drafter: comes back, and goes on drafting."""
+    with Cluster(options.bin, kvstore=0, decode_args=["--kv-memory", str(22 * 368640)],
+                 router_args=["--queue-ms", "60000"]) as c:
+        for _ in range(24):  # outputs are short, it learns, and promises little
+            c.complete(FREE, max_tokens=4, ignore_eos=True)
+        alone = c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True,
+                           speculation={"drafter": "none"}).text
+        texts = []
+
+        def run(k):
+            texts.append(c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True,
+                                    cache_salt=str(k), speculation={"k": k}).text)
+
+        threads = [threading.Thread(target=run, args=(k,)) for k in (0, 3, 8, 8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert texts == [alone] * len(threads), texts
+        assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
+        wait_until(lambda: sum(c.metrics("decode-1")[f'tandem_decode_kv_blocks{{state="{s}"}}']
+                               for s in ("reserved", "active", "quarantined")) == 0, 10,
+                   "nothing held")
+
+
+if __name__ == "__main__":
+    main(__doc__)
