@@ -42,10 +42,15 @@ static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
                                       "result=\"answered\"", held_help);
     m->held_time_out = td_metrics_counter(metrics, "tandem_kvstore_held_lookups_total",
                                           "result=\"timeout\"", held_help);
+    m->adopted = td_metrics_counter(metrics, "tandem_kvstore_adopted_blocks_total", NULL,
+                                    "blocks that segments told of when they were mounted");
+    m->telling = td_metrics_gauge(metrics, "tandem_kvstore_segments_telling", NULL,
+                                  "segments that have not told all they hold");
 }
 
 td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t keys_max,
-                              const kvs_policy_t *policy, uint64_t term, kvs_master_t **out)
+                              const kvs_policy_t *policy, const td_coord_t *coord,
+                              kvs_master_t **out)
 {
     kvs_master_t *m = td_calloc(1, sizeof(*m));
     td_status_t status = TD_ERR_NO_MEMORY;
@@ -67,7 +72,7 @@ td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t key
     }
     m->free_order_count = KVS_ORDERS_MAX;
     m->bus = bus;
-    m->term = term;
+    m->coord = coord;
     make_metrics(m, metrics);
     *out = m;
     return TD_OK;
@@ -92,22 +97,53 @@ static void count_keys(kvs_master_t *m)
 
 /* --- orders ----------------------------------------------------------------------------------- */
 
-static void send_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
-                       const td_block_key_t *keys, uint32_t count)
+/* Where it does not go out (we do not lead at this moment, or the segment cannot be told), the
+ * segment would keep what nobody knows of: it is mounted again as soon as that is possible. */
+static void transmit_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
+                           const td_block_key_t *keys, uint32_t count)
 {
-    const kvs_segment_info_t *to = &m->segments[segment];
+    kvs_segment_info_t *to = &m->segments[segment];
     td_msg_t msg = {.type = TD_MSG_EVICT_ORDER};
 
-    if (count == 0) {
-        return;
-    }
     msg.u.blocks.term = m->term;
     msg.u.blocks.mount = to->mount;
     msg.u.blocks.how = how;
     msg.u.blocks.count = count;
     msg.u.blocks.keys = keys;
-    if (td_bus_send(m->bus, to->id, &msg) != TD_OK) {
+    if (!kvs_master_leads(m)) {
+        to->must_mount = true;
+    } else if (td_bus_send(m->bus, to->id, &msg) != TD_OK) {
         TD_LOG_WARN("evict order not sent", "segment=%s blocks=%u", to->id, count);
+        to->must_mount = true;
+    }
+}
+
+static void send_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
+                       const td_block_key_t *keys, uint32_t count)
+{
+    kvs_segment_info_t *to = &m->segments[segment];
+
+    if (count == 0) {
+        return;
+    }
+    transmit_evict(m, segment, how, keys, count);
+    if (!to->telling) {
+        return;
+    }
+    if (count > KVS_TAKEN_MAX - to->taken_count) {
+        to->must_mount = true;
+        return;
+    }
+    memcpy(&to->taken[to->taken_count], keys, count * sizeof(*keys));
+    to->taken_count += count;
+}
+
+void kvs_master_evict_surplus(kvs_master_t *m, uint32_t segment, const td_block_key_t *keys,
+                              uint32_t count)
+{
+    if (count > 0) {
+        transmit_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
+        td_metric_add(m->evicted, count);
     }
 }
 
@@ -174,9 +210,7 @@ static bool put_is_over(const kvs_master_t *m, const td_block_key_t *key, td_sta
     return true;
 }
 
-/* Takes back what an order has not finished: the segment drops what it may have stored since, and
- * the writer's pins end. */
-void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_is_gone)
+void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_knows_nothing)
 {
     td_block_key_t keys[EVICT_KEYS_MAX];
     td_block_key_t over[EVICT_KEYS_MAX];
@@ -194,7 +228,7 @@ void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_is_gone)
             statuses[over_count] = TD_ERR_CANCELLED;
             over_count += put_is_over(m, &keys[count], &statuses[over_count]);
         }
-        if (!segment_is_gone) {
+        if (!segment_knows_nothing) {
             send_evict(m, order->segment, TD_MSG_EVICT_DROP, keys, count);
         }
         if (has_writer(order)) {
@@ -213,6 +247,9 @@ void kvs_master_evict(kvs_master_t *m, uint32_t segment, uint32_t want)
     td_block_key_t keys[EVICT_KEYS_MAX];
     uint32_t count = EVICT_KEYS_MAX;
 
+    if (!kvs_master_leads(m) || m->segments[segment].telling) {
+        return; /* what lies there is known only in part */
+    }
     for (uint32_t done = 0; done < want && count == EVICT_KEYS_MAX; done += count) {
         count = kvs_index_evict(m->index, segment, TD_MIN(want - done, EVICT_KEYS_MAX), td_now_ns(),
                                 keys);
@@ -253,14 +290,26 @@ void kvs_master_evict_if_full(kvs_master_t *m, uint32_t segment)
 
 /* --- segments and writers --------------------------------------------------------------------- */
 
-/* So that it says what its cold tier holds. Tried again while it cannot be told. */
+/* So that it says what it holds, in memory and in its cold tier. Tried again while it cannot be
+ * told. */
 static void tell_mounted(kvs_master_t *m, kvs_segment_info_t *s)
 {
     td_msg_t msg = {.type = TD_MSG_MOUNT};
 
     msg.u.blocks.term = m->term;
     msg.u.blocks.mount = s->mount;
-    s->told = td_bus_send(m->bus, s->id, &msg) == TD_OK;
+    s->told = kvs_master_leads(m) && td_bus_send(m->bus, s->id, &msg) == TD_OK;
+}
+
+/* Nothing is known of what the segment holds, from now on. */
+static void begin_mounting(kvs_master_t *m, kvs_segment_info_t *s)
+{
+    s->mount = td_random_u64();
+    s->mounted_ns = td_now_ns();
+    s->telling = true;
+    s->must_mount = false;
+    s->taken_count = 0;
+    tell_mounted(m, s);
 }
 
 void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation,
@@ -274,23 +323,70 @@ void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation
         return;
     }
     s = &m->segments[at];
-    *s = (kvs_segment_info_t){.incarnation = incarnation, .mount = td_random_u64()};
+    *s = (kvs_segment_info_t){.incarnation = incarnation};
     memcpy(s->id, id, TD_MIN(strlen(id), (size_t)TD_MSG_ID_CHARS_MAX));
-    tell_mounted(m, s);
+    begin_mounting(m, s);
     TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", id, block_count);
 }
 
-static void segment_down(kvs_master_t *m, uint32_t segment)
+static void segment_forget(kvs_master_t *m, uint32_t segment)
 {
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && m->orders[i].segment == segment) {
             kvs_order_revoke(m, &m->orders[i], true);
         }
     }
-    kvs_index_unmount(m->index, segment);
+    kvs_index_forget(m->index, segment);
     kvs_cold_forget(m->cold, segment);
-    m->segments[segment] = (kvs_segment_info_t){0};
     count_keys(m);
+}
+
+static void segment_down(kvs_master_t *m, uint32_t segment)
+{
+    segment_forget(m, segment);
+    kvs_index_unmount(m->index, segment);
+    m->segments[segment] = (kvs_segment_info_t){0};
+}
+
+/* --- leadership ------------------------------------------------------------------------------- */
+
+void kvs_master_lead(kvs_master_t *m, uint64_t term)
+{
+    m->term = term;
+    for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
+        if (m->segments[i].id[0] != '\0') {
+            segment_forget(m, i);
+            begin_mounting(m, &m->segments[i]);
+        }
+    }
+}
+
+void kvs_master_follow(kvs_master_t *m)
+{
+    m->term = 0;
+    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
+        if (m->orders[i].id != 0) {
+            /* The writers' pins end. Segments give such orders up when the next leader mounts
+             * them. */
+            kvs_order_revoke(m, &m->orders[i], true);
+        }
+    }
+    kvs_master_look_at_held(m, td_now_ns());
+}
+
+static uint32_t count_telling(const kvs_master_t *m)
+{
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
+        count += m->segments[i].id[0] != '\0' && m->segments[i].telling;
+    }
+    return count;
+}
+
+bool kvs_master_is_complete(const kvs_master_t *m)
+{
+    return count_telling(m) == 0;
 }
 
 void kvs_master_peer_down(kvs_master_t *m, const char *id, uint64_t incarnation)
@@ -384,8 +480,9 @@ static void put_order(kvs_master_t *m, const put_t *put, uint32_t s, td_block_ke
                                      .checksums = numbers + from->count};
     if (put->taken[s] == 0) {
         order_free(m, put->orders[s]);
-    } else if (td_bus_send(m->bus, m->segments[put->segments[s]].id, &msg) != TD_OK) {
-        kvs_order_revoke(m, put->orders[s], false);
+    } else if (!kvs_master_leads(m) ||
+               td_bus_send(m->bus, m->segments[put->segments[s]].id, &msg) != TD_OK) {
+        kvs_order_revoke(m, put->orders[s], true);
     }
 }
 
@@ -398,6 +495,7 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
     uint32_t *blocks = td_calloc(count, sizeof(*blocks));
     td_status_t *refused = td_calloc(count, sizeof(*refused));
     uint32_t *of = td_calloc((size_t)count * KVS_REPLICAS_MAX, sizeof(*of));
+    const bool leads = kvs_master_leads(m);
     uint32_t refusals = 0;
 
     if (keys == NULL || numbers == NULL || blocks == NULL || refused == NULL || of == NULL) {
@@ -406,9 +504,11 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
     for (uint32_t s = 0; s < KVS_REPLICAS_MAX; s++) {
         put.of[s] = of + (size_t)s * count;
     }
-    put_choose(m, &put);
+    if (leads) {
+        put_choose(m, &put);
+    }
     for (uint32_t i = 0; i < count; i++) {
-        td_status_t status = put_one(m, &put, i);
+        td_status_t status = leads ? put_one(m, &put, i) : TD_ERR_BUSY;
         if (status != TD_OK) {
             keys[refusals] = msg->u.blocks.keys[i];
             refused[refusals++] = status;
@@ -513,6 +613,9 @@ void kvs_master_copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
     kvs_order_t *order = NULL;
     uint32_t count = 0;
 
+    if (!kvs_master_leads(m)) {
+        return;
+    }
     for (uint32_t i = 0; i < found->count && count < KVS_COPY_BLOCKS_MAX; i++) {
         const kvs_entry_t *e = kvs_index_find(m->index, &keys[i]);
         if (e == NULL || !kvs_index_is_hot(m->index, e) ||
@@ -553,8 +656,9 @@ void kvs_master_copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
                                      .blocks = blocks,
                                      .epochs = numbers[0],
                                      .checksums = numbers[1]};
-    if (count == 0 || td_bus_send(m->bus, m->segments[dest].id, &msg) != TD_OK) {
-        kvs_order_revoke(m, order, false);
+    if (count == 0 || !kvs_master_leads(m) ||
+        td_bus_send(m->bus, m->segments[dest].id, &msg) != TD_OK) {
+        kvs_order_revoke(m, order, true);
     }
 }
 
@@ -579,6 +683,9 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
     const uint32_t cold = kvs_cold_find(m->cold, key);
     bool left = true;
 
+    if (!kvs_master_leads(m) || !kvs_master_is_complete(m)) {
+        return TD_ERR_BUSY; /* a segment may still tell of it */
+    }
     if (e == NULL && cold == KVS_NONE) {
         return TD_ERR_NOT_FOUND;
     }
@@ -610,6 +717,9 @@ static td_status_t pin_one(kvs_master_t *m, const td_block_key_t *key, kvs_pin_t
 {
     kvs_entry_t *e = kvs_index_find(m->index, key);
 
+    if (!kvs_master_leads(m) || (e == NULL && !kvs_master_is_complete(m))) {
+        return TD_ERR_BUSY;
+    }
     if (e == NULL) {
         return TD_ERR_NOT_FOUND;
     }
@@ -663,10 +773,10 @@ bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
     }
 }
 
-void kvs_master_tick(kvs_master_t *m)
+/* Orders that are overdue, segments that must hear from us. While we do not lead that waits: a key
+ * that is revoked here and not at its segment would be known to nobody. */
+static void tick_orders(kvs_master_t *m, uint64_t now)
 {
-    uint64_t now = td_now_ns();
-
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && now >= m->orders[i].deadline_ns) {
             if (m->orders[i].is_promotion) {
@@ -681,14 +791,29 @@ void kvs_master_tick(kvs_master_t *m)
         }
     }
     for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
-        if (m->segments[i].id[0] != '\0' && !m->segments[i].told) {
-            tell_mounted(m, &m->segments[i]);
+        kvs_segment_info_t *s = &m->segments[i];
+        if (s->id[0] != '\0' && s->must_mount) {
+            TD_LOG_INFO("segment mounted again", "segment=%s", s->id);
+            segment_forget(m, i);
+            begin_mounting(m, s);
+        } else if (s->id[0] != '\0' && !s->told) {
+            tell_mounted(m, s);
         }
+    }
+    drop_cooled(m);
+}
+
+void kvs_master_tick(kvs_master_t *m)
+{
+    const uint64_t now = td_now_ns();
+
+    if (kvs_master_leads(m)) {
+        tick_orders(m, now);
     }
     kvs_master_look_at_held(m, now);
     if (now - m->served_ns >= TD_NS_PER_S) {
         m->served_ns = now;
         kvs_index_forget_half_served(m->index);
     }
-    drop_cooled(m);
+    td_metric_set(m->telling, count_telling(m));
 }

@@ -85,6 +85,7 @@ typedef struct td_msg_peer {
     const char *endpoint; /* ZeroMQ */
     td_msg_region_t region;
     bool store_master;
+    uint64_t store_term; /* of a store's master */
 } td_msg_peer_t;
 
 typedef struct td_msg_register {
@@ -257,7 +258,8 @@ typedef enum td_msg_evict {
 typedef enum td_msg_manifest {
     TD_MSG_MANIFEST_HERE = 0,
     TD_MSG_MANIFEST_GONE,
-    TD_MSG_MANIFEST_RESET /* what was told before is void; count may be 0 */
+    TD_MSG_MANIFEST_RESET, /* what was told before is void; count may be 0 */
+    TD_MSG_MANIFEST_MEMORY /* readable in memory: where; count may be 0 */
 } td_msg_manifest_t;
 
 /** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP, STORE_PIN, STORE_REMOVE,
@@ -276,7 +278,10 @@ typedef struct td_msg_blocks {
     const td_status_t *statuses;
     const uint32_t *blocks;
     const uint64_t *epochs;
-    const uint64_t *checksums; /* STORE_MANIFEST: content hashes; NULL of what is gone */
+    const uint64_t *checksums; /* STORE_MANIFEST: content hashes, NULL of what is gone; MEMORY:
+                                * checksums */
+    const uint32_t *pins;      /* STORE_MANIFEST, MEMORY; NULL: nothing is pinned */
+    bool is_last;              /* STORE_MANIFEST, MEMORY */
 } td_msg_blocks_t;
 
 typedef struct td_msg_lookup_result {

@@ -103,6 +103,7 @@ static void fill_peer(const td_msg_peer_t *peer, PB(Peer) * pb, PB(Region) * reg
     pb->endpoint = pb_text(peer->endpoint);
     pb->region = region;
     pb->store_master = peer->store_master;
+    pb->store_term = peer->store_term;
 }
 
 static void fill_usage(const td_msg_usage_t *usage, PB(Usage) * pb)
@@ -499,6 +500,12 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
         if (m->how != TD_MSG_MANIFEST_GONE) {
             PB_ARRAY(manifest, hashes, uint64_t, m->checksums, m->count);
         }
+        if (m->how == TD_MSG_MANIFEST_MEMORY) {
+            PB_ARRAY(manifest, blocks, uint32_t, m->blocks, m->count);
+            PB_ARRAY(manifest, epochs, uint64_t, m->epochs, m->count);
+            PB_ARRAY(manifest, pins, uint32_t, m->pins, m->count);
+            manifest.is_last = m->is_last;
+        }
         env->body_case = TANDEM__V1__ENVELOPE__BODY_STORE_MANIFEST;
         env->store_manifest = &manifest;
         break;
@@ -653,6 +660,7 @@ static td_status_t read_peer(const PB(Peer) * pb, td_msg_peer_t *peer)
     peer->incarnation = pb->incarnation;
     peer->endpoint = pb->endpoint;
     peer->store_master = pb->store_master;
+    peer->store_term = pb->store_term;
     return read_region(pb->region, &peer->region);
 }
 
@@ -880,13 +888,26 @@ static td_status_t read_keys(const ProtobufCBinaryData *keys, td_msg_blocks_t *m
 
 static td_status_t read_manifest(const PB(StoreManifest) * pb, td_msg_blocks_t *m)
 {
-    MUST((uint32_t)pb->change <= TD_MSG_MANIFEST_RESET, "store_manifest: change");
-    if (pb->keys.len > 0 || pb->change != TANDEM__V1__MANIFEST__MANIFEST_RESET) {
+    MUST((uint32_t)pb->change <= TD_MSG_MANIFEST_MEMORY, "store_manifest: change");
+    if (pb->keys.len > 0 || (pb->change != TANDEM__V1__MANIFEST__MANIFEST_RESET &&
+                             pb->change != TANDEM__V1__MANIFEST__MANIFEST_MEMORY)) {
         TD_TRY(read_keys(&pb->keys, m));
     }
     MUST(m->count <= TD_MSG_MANIFEST_KEYS_MAX, "store_manifest: too many keys");
     MUST(pb->n_hashes == (pb->change == TANDEM__V1__MANIFEST__MANIFEST_GONE ? 0 : m->count),
          "store_manifest: array lengths");
+    if (pb->change == TANDEM__V1__MANIFEST__MANIFEST_MEMORY) {
+        MUST(pb->n_blocks == m->count && pb->n_epochs == m->count &&
+                 (pb->n_pins == 0 || pb->n_pins == m->count),
+             "store_manifest: array lengths");
+        for (size_t i = 0; i < pb->n_pins; i++) {
+            MUST(pb->pins[i] <= TD_MSG_PIN_MAX, "store_manifest: kind of pin");
+        }
+        m->blocks = pb->blocks;
+        m->epochs = pb->epochs;
+        m->pins = pb->n_pins > 0 ? pb->pins : NULL;
+        m->is_last = pb->is_last;
+    }
     m->term = pb->term;
     m->mount = pb->mount;
     m->how = (uint32_t)pb->change;

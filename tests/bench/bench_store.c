@@ -146,6 +146,8 @@ static bool serve_store(const store_options_t *o, int socket)
     kvs_policy_t policy = kvs_policy_default();
     const uint32_t block_count = STORE_ROUNDS * o->blocks;
     const td_transfer_peer_t shape = {.block_count = o->blocks, .block_bytes = o->block_bytes};
+    const td_coord_config_t alone = {.cluster = "bench", .election = "store-master", .id = "store"};
+    td_coord_t *coord = NULL;
     td_metrics_t *metrics = NULL;
     kvs_master_t *master = NULL;
     kvs_segment_t *segment = NULL;
@@ -156,13 +158,16 @@ static bool serve_store(const store_options_t *o, int socket)
     policy.lease_ms = 0;
     policy.evict_percent = 100 / STORE_ROUNDS;
     ok = transfer != NULL && bus != NULL && td_metrics_create(&metrics) == TD_OK &&
-         kvs_master_create(bus, metrics, 4 * block_count, &policy, 1, &master) == TD_OK &&
+         td_coord_create(&alone, &coord) == TD_OK &&
+         kvs_master_create(bus, metrics, 4 * block_count, &policy, coord, &master) == TD_OK &&
          kvs_segment_create(bus, transfer, metrics, block_count, o->block_bytes, &segment) ==
              TD_OK &&
          meet(socket, bus, "node", STORE_NODE, transfer, &shape) &&
          td_bus_connect(bus, "store", td_bus_endpoint(bus), STORE_STORE) == TD_OK;
 
     if (ok) {
+        td_coord_campaign(coord);
+        kvs_master_lead(master, td_coord_term(coord));
         kvs_master_segment_up(master, "store", STORE_STORE, block_count);
     }
     for (bool here = ok; here;) {
@@ -185,6 +190,7 @@ static bool serve_store(const store_options_t *o, int socket)
     }
     kvs_segment_destroy(segment);
     kvs_master_destroy(master);
+    td_coord_destroy(coord);
     if (bus != NULL) {
         td_bus_destroy(bus);
     }

@@ -13,6 +13,7 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
+#include "common/coord/td_coord_internal.h"
 #include "common/transfer/td_transfer.h"
 #include "common/wire/td_member.h"
 #include "kvstore/kvs_client.h"
@@ -37,6 +38,7 @@ typedef struct world {
     td_transfer_t *store_transfer;
     td_pool_t *pool; /* the writer's */
     kvs_client_t *client;
+    td_coord_t coord; /* played: who leads is what a test says */
     kvs_master_t *master;
     kvs_segment_t *segment;
     td_bus_t *second; /* NULL, or a second segment's */
@@ -197,8 +199,10 @@ static int setup_with(void **state, uint32_t keys_max, kvs_policy_t policy)
                                     BLOCK_BYTES, &w->pool),
                      TD_OK);
     td_transfer_set_pool(w->writer_transfer, w->pool);
-    assert_int_equal(kvs_master_create(w->store, w->metrics, keys_max, &policy, 1, &w->master),
-                     TD_OK);
+    w->coord = (td_coord_t){.term = 1, .valid_until_ns = UINT64_MAX};
+    assert_int_equal(
+        kvs_master_create(w->store, w->metrics, keys_max, &policy, &w->coord, &w->master), TD_OK);
+    kvs_master_lead(w->master, 1);
     assert_int_equal(kvs_segment_create(w->store, w->store_transfer, w->metrics, SEGMENT_BLOCKS,
                                         BLOCK_BYTES, &w->segment),
                      TD_OK);
@@ -384,6 +388,20 @@ static void lookup(world_t *w, uint32_t first, uint32_t count)
     TURN_UNTIL(w, w->lookups > before);
 }
 
+/* What a lookup named is the writer's block. */
+static void assert_bytes_of(world_t *w, uint32_t first)
+{
+    for (uint32_t i = 0; i < w->found; i++) {
+        td_block_key_t key = key_of(first + i);
+        const uint8_t *stored =
+            td_transfer_memory(w->store_transfer) + (size_t)w->where[i] * BLOCK_BYTES;
+        assert_int_equal(stored[0], (uint8_t)(first + i + 1));
+        assert_int_equal(
+            td_block_checksum(td_block_content_hash(stored, BLOCK_BYTES), &key, w->epochs[i]),
+            w->checksums[i]);
+    }
+}
+
 static void test_store_put_then_lookup_finds_the_longest_prefix(void **state)
 {
     world_t *w = *state;
@@ -538,9 +556,9 @@ static void test_f8_full_index_evicts_and_takes_new_keys(void **state)
     assert_int_equal(w->found, 1);
 }
 
-/* A segment that the master has lost and mounts again gives back what the index knows nothing of.
- */
-static void test_store_segment_mounted_again_is_empty(void **state)
+/* A segment that the master has lost and mounts again tells what it holds: all of it is found, and
+ * gives way to what comes, so none of it stays where nobody knows of it. */
+static void test_store_segment_mounted_again_keeps_its_blocks(void **state)
 {
     world_t *w = *state;
 
@@ -550,6 +568,10 @@ static void test_store_segment_mounted_again_is_empty(void **state)
     TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
     kvs_master_peer_down(w->master, "store", STORE);
     kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
+    TURN_UNTIL(w, kvs_master_is_complete(w->master));
+    lookup(w, 0, 12);
+    assert_int_equal(w->found, 12);
+    assert_bytes_of(w, 0);
     for (uint32_t i = 12; i < 28; i++) {
         put_blocks(w, i, 1);
     }
@@ -954,20 +976,6 @@ static uint64_t metric(world_t *w, const char *series)
 
 #define COLD_KEYS(w) metric(w, "tandem_kvstore_cold_keys")
 
-/* What a lookup named is the writer's block. */
-static void assert_bytes_of(world_t *w, uint32_t first)
-{
-    for (uint32_t i = 0; i < w->found; i++) {
-        td_block_key_t key = key_of(first + i);
-        const uint8_t *stored =
-            td_transfer_memory(w->store_transfer) + (size_t)w->where[i] * BLOCK_BYTES;
-        assert_int_equal(stored[0], (uint8_t)(first + i + 1));
-        assert_int_equal(
-            td_block_checksum(td_block_content_hash(stored, BLOCK_BYTES), &key, w->epochs[i]),
-            w->checksums[i]);
-    }
-}
-
 static void put_one_by_one(world_t *w, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++) {
@@ -1027,7 +1035,7 @@ static void test_store_cold_blocks_survive_the_segment(void **state)
     assert_bytes_of(w, 0);
 }
 
-/* A master that mounts a living segment anew: what was in memory goes to the disk, and is found. */
+/* A master that mounts a living segment anew: what is in memory stays there, and is found. */
 static void test_store_blocks_survive_the_master(void **state)
 {
     world_t *w = *state;
@@ -1035,9 +1043,11 @@ static void test_store_blocks_survive_the_master(void **state)
     put_one_by_one(w, 10);
     kvs_master_peer_down(w->master, "store", STORE);
     kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
-    TURN_UNTIL(w, COLD_KEYS(w) == 10);
-    lookup_until(w, 0, 12, 10);
+    TURN_UNTIL(w, kvs_master_is_complete(w->master));
+    lookup(w, 0, 12);
+    assert_int_equal(w->found, 10);
     assert_bytes_of(w, 0);
+    assert_int_equal(COLD_KEYS(w), 0);
 }
 
 /* What was removed is gone from the disk too. */
@@ -1156,7 +1166,8 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_f8_full_index_evicts_and_takes_new_keys,
                                         setup_small_index, teardown),
-        cmocka_unit_test_setup_teardown(test_store_segment_mounted_again_is_empty, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_store_segment_mounted_again_keeps_its_blocks,
+                                        setup_no_lease, teardown),
         cmocka_unit_test_setup_teardown(test_store_dead_segment_ends_the_writers_pins, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_store_lease_blocks_eviction, setup, teardown),
