@@ -20,6 +20,8 @@ static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
     static const char *const copies_help = "replicas of hot blocks made, and given up again";
 
     m->keys = td_metrics_gauge(metrics, "tandem_kvstore_keys", NULL, "readable blocks");
+    m->replicas = td_metrics_gauge(metrics, "tandem_kvstore_replicas", NULL,
+                                   "blocks of segments that the index knows of");
     m->hits = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total", "result=\"hit\"",
                                  lookups_help);
     m->misses = td_metrics_counter(metrics, "tandem_kvstore_lookup_blocks_total", "result=\"miss\"",
@@ -89,9 +91,10 @@ void kvs_master_destroy(kvs_master_t *m)
     td_free(m);
 }
 
-static void count_keys(kvs_master_t *m)
+void kvs_master_count_keys(kvs_master_t *m)
 {
     td_metric_set(m->keys, m->index->readable);
+    td_metric_set(m->replicas, m->index->replicas_max - m->index->free_replica_count);
     td_metric_set(m->cold_keys, kvs_cold_count(m->cold));
 }
 
@@ -237,7 +240,7 @@ void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_knows_no
         }
     }
     order_free(m, order);
-    count_keys(m);
+    kvs_master_count_keys(m);
 }
 
 /* --- eviction --------------------------------------------------------------------------------- */
@@ -299,6 +302,10 @@ static void tell_mounted(kvs_master_t *m, kvs_segment_info_t *s)
     msg.u.blocks.term = m->term;
     msg.u.blocks.mount = s->mount;
     s->told = kvs_master_leads(m) && td_bus_send(m->bus, s->id, &msg) == TD_OK;
+    if (s->told) {
+        TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", s->id,
+                    m->index->shares[s - m->segments].block_count);
+    }
 }
 
 /* Nothing is known of what the segment holds, from now on. */
@@ -326,7 +333,6 @@ void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation
     *s = (kvs_segment_info_t){.incarnation = incarnation};
     memcpy(s->id, id, TD_MIN(strlen(id), (size_t)TD_MSG_ID_CHARS_MAX));
     begin_mounting(m, s);
-    TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", id, block_count);
 }
 
 static void segment_forget(kvs_master_t *m, uint32_t segment)
@@ -338,7 +344,7 @@ static void segment_forget(kvs_master_t *m, uint32_t segment)
     }
     kvs_index_forget(m->index, segment);
     kvs_cold_forget(m->cold, segment);
-    count_keys(m);
+    kvs_master_count_keys(m);
 }
 
 static void segment_down(kvs_master_t *m, uint32_t segment)
@@ -519,7 +525,7 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
     for (uint32_t s = 0; s < put.segment_count; s++) {
         put_order(m, &put, s, keys, blocks, numbers);
     }
-    count_keys(m);
+    kvs_master_count_keys(m);
 done:
     td_free(of);
     td_free(refused);
@@ -743,7 +749,7 @@ static void handle_change(kvs_master_t *m, const td_msg_t *msg)
     }
     send_results(m, TD_MSG_STORE_RESULT, msg->sender_id, ask->request, ask->keys, statuses,
                  ask->count);
-    count_keys(m);
+    kvs_master_count_keys(m);
     td_free(statuses);
 }
 
@@ -793,7 +799,6 @@ static void tick_orders(kvs_master_t *m, uint64_t now)
     for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
         kvs_segment_info_t *s = &m->segments[i];
         if (s->id[0] != '\0' && s->must_mount) {
-            TD_LOG_INFO("segment mounted again", "segment=%s", s->id);
             segment_forget(m, i);
             begin_mounting(m, s);
         } else if (s->id[0] != '\0' && !s->told) {
@@ -815,5 +820,5 @@ void kvs_master_tick(kvs_master_t *m)
         m->served_ns = now;
         kvs_index_forget_half_served(m->index);
     }
-    td_metric_set(m->telling, count_telling(m));
+    td_metric_set(m->telling, kvs_master_leads(m) ? count_telling(m) : 0);
 }

@@ -64,6 +64,7 @@ struct kvs_master {
     uint32_t free_orders[KVS_ORDERS_MAX]; /* stack */
     uint32_t free_order_count;
     td_metric_t *keys;
+    td_metric_t *replicas;
     td_metric_t *hits;
     td_metric_t *misses;
     td_metric_t *stored;
@@ -84,6 +85,9 @@ static inline bool kvs_master_leads(const kvs_master_t *m)
 {
     return td_coord_leads(m->coord, m->term);
 }
+
+/** Shows how much is known. */
+void kvs_master_count_keys(kvs_master_t *m);
 
 /* --- orders (kvs_master.c)
  * ------------------------------------------------------------------------ */

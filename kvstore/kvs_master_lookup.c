@@ -357,7 +357,7 @@ static void adopt(kvs_master_t *m, uint32_t segment, const td_msg_blocks_t *told
         s->telling = false;
         s->taken_count = 0;
     }
-    td_metric_set(m->keys, m->index->readable);
+    kvs_master_count_keys(m);
 }
 
 void kvs_master_handle_manifest(kvs_master_t *m, const td_msg_t *msg)
@@ -385,5 +385,5 @@ void kvs_master_handle_manifest(kvs_master_t *m, const td_msg_t *msg)
             }
         }
     }
-    td_metric_set(m->cold_keys, kvs_cold_count(m->cold));
+    kvs_master_count_keys(m);
 }
