@@ -113,7 +113,7 @@ static td_status_t parse_endpoints(td_etcd_t *e, const char *text)
         host = strstr(e->endpoints[e->endpoint_count], "://");
         /* A user name in a URL would end up in the log: there are options for it. */
         if ((strncmp(text, "http://", 7) != 0 && strncmp(text, "https://", 8) != 0) ||
-            host[3] == '\0' || strpbrk(host + 3, "@/?# \"") != NULL) {
+            host == NULL || host[3] == '\0' || strpbrk(host + 3, "@/?# \"") != NULL) {
             TD_LOG_ERROR("etcd endpoint refused",
                          "expected=\"http://HOST:PORT or https://HOST:PORT, "
                          "by comma\" number=%u",

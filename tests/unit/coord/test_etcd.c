@@ -1,0 +1,173 @@
+/* What is said to an etcd, what is made of answers that are none, and which endpoint is asked. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "tests/unit/coord/test_etcd_process.h"
+
+static void test_etcd_grant_keepalive_revoke(void **state)
+{
+    td_etcd_t *etcd = client_of(shared.url);
+    told_t told = post(etcd, "/v3/lease/grant", "{\"TTL\":\"2\"}");
+    td_str_t body = {0};
+    (void)state;
+
+    assert_int_equal(told.status, TD_OK);
+    assert_true(told.answer.lease != 0);
+    assert_int_equal(told.answer.ttl_s, 2);
+    assert_int_equal(td_etcd_write_lease(&body, told.answer.lease), TD_OK);
+    told = post(etcd, "/v3/lease/keepalive", body.bytes);
+    assert_int_equal(told.status, TD_OK);
+    assert_int_equal(told.answer.ttl_s, 2);
+    assert_int_equal(post(etcd, "/v3/lease/revoke", body.bytes).status, TD_OK);
+    told = post(etcd, "/v3/lease/keepalive", body.bytes); /* 200, and no TTL */
+    assert_int_equal(told.status, TD_OK);
+    assert_true(told.answer.lease != 0);
+    assert_int_equal(told.answer.ttl_s, 0);
+    assert_int_equal(post(etcd, "/v3/lease/revoke", body.bytes).status, TD_ERR_NOT_FOUND);
+    /* A 404 that is not etcd's own says nothing of leases. */
+    assert_int_equal(post(etcd, "/v3/nothing", body.bytes).status, TD_ERR_PEER_DEAD);
+    td_str_fini(&body);
+    td_etcd_destroy(etcd);
+}
+
+/* --- what is no etcd -------------------------------------------------------------------------- */
+
+typedef struct impostor {
+    int listen_fd;
+    pthread_t thread;
+    atomic_uint served;
+    atomic_bool ending;
+} impostor_t;
+
+/* Answers each connection with the next of some texts, and closes it. */
+static void *impostor_run(void *ctx)
+{
+    static const char *const bodies[] = {"",
+                                         "hello",
+                                         "{}",
+                                         "[1,2]",
+                                         "{\"header\":{\"revision\":\"x\"}}",
+                                         "{\"header\":{\"revision\":\"-1\"}}",
+                                         "{\"header\":{\"revision\":\"5\"},\"kvs\":7}",
+                                         "{\"header\":{\"revision\":\"5\"},\"kvs\":[{}]}",
+                                         "{\"header\":{\"revision\":\"5\"}}",
+                                         NULL};
+    impostor_t *im = ctx;
+    static char big[2 * TD_ETCD_ANSWER_BYTES_MAX];
+
+    memset(big, ' ', sizeof(big));
+    while (!atomic_load_explicit(&im->ending, memory_order_acquire)) {
+        struct pollfd wait = {.fd = im->listen_fd, .events = POLLIN};
+        char bytes[4096];
+        char head[128];
+        int fd = -1;
+        if (poll(&wait, 1, 20) <= 0 || (fd = accept(im->listen_fd, NULL, NULL)) < 0) {
+            continue;
+        }
+        if (read(fd, bytes, sizeof(bytes)) > 0) {
+            const uint32_t n = atomic_fetch_add_explicit(&im->served, 1, memory_order_acq_rel);
+            const char *body = bodies[n % TD_ARRAY_LEN(bodies)];
+            const size_t len = body == NULL ? sizeof(big) : strlen(body);
+            const int head_len =
+                snprintf(head, sizeof(head),
+                         "HTTP/1.1 %s\r\nContent-Length: %zu\r\nConnection: close\r\n\r\n",
+                         n % 5 == 4 ? "404 Not Found" : "200 OK", len);
+            if (write(fd, head, (size_t)head_len) > 0) {
+                (void)!write(fd, body == NULL ? big : body, len);
+            }
+        }
+        (void)close(fd);
+    }
+    return NULL;
+}
+
+static void test_etcd_garbage_is_an_error_and_tried_again(void **state)
+{
+    impostor_t im = {0};
+    uint16_t port = 0;
+    char url[64];
+    char both[160];
+    td_coord_t *a = NULL;
+    (void)state;
+
+    im.listen_fd = listen_anywhere(&port);
+    assert_int_equal(pthread_create(&im.thread, NULL, impostor_run, &im), 0);
+    (void)snprintf(url, sizeof(url), "http://127.0.0.1:%u", port);
+    a = candidate_at(url, "garbage", "a", NULL, NULL);
+    DRIVE_UNTIL(a, NULL,
+                (assert_int_equal(td_coord_term(a), 0),
+                 atomic_load_explicit(&im.served, memory_order_acquire) > 12));
+    td_coord_destroy(a);
+    /* Beside an etcd it costs time only. */
+    (void)snprintf(both, sizeof(both), "%s,%s", url, shared.url);
+    a = candidate_at(both, "garbage", "a", NULL, NULL);
+    DRIVE_UNTIL(a, NULL, leads(a));
+    td_coord_resign_wait(a, 2000);
+    td_coord_destroy(a);
+    atomic_store_explicit(&im.ending, true, memory_order_release);
+    (void)pthread_join(im.thread, NULL);
+    (void)close(im.listen_fd);
+}
+
+/* With nobody there, the next endpoint is used. */
+static void test_etcd_next_endpoint_after_a_dead_one(void **state)
+{
+    uint16_t port = 0;
+    char both[160];
+    td_coord_t *a = NULL;
+    (void)state;
+
+    (void)close(listen_anywhere(&port));
+    (void)snprintf(both, sizeof(both), "http://127.0.0.1:%u,%s/", port, shared.url);
+    for (int i = 0; i < 4; i++) { /* they begin anywhere */
+        a = candidate_at(both, "next", "a", NULL, NULL);
+        DRIVE_UNTIL(a, NULL, leads(a));
+        td_coord_resign_wait(a, 2000);
+        td_coord_destroy(a);
+    }
+}
+
+/* etcd's own users: without the password nobody leads. */
+static void test_etcd_users(void **state)
+{
+    etcd_process_t e = {0};
+    td_etcd_t *etcd = NULL;
+    td_coord_t *a = NULL;
+    uint64_t until = 0;
+    (void)state;
+
+    start_etcd(&e);
+    etcd = client_of(e.url);
+    assert_int_equal(
+        post(etcd, "/v3/auth/user/add", "{\"name\":\"root\",\"password\":\"pw\"}").status, TD_OK);
+    assert_int_equal(post(etcd, "/v3/auth/role/add", "{\"name\":\"root\"}").status, TD_OK);
+    assert_int_equal(
+        post(etcd, "/v3/auth/user/grant", "{\"user\":\"root\",\"role\":\"root\"}").status, TD_OK);
+    assert_int_equal(post(etcd, "/v3/auth/enable", "{}").status, TD_OK);
+    a = candidate_at(e.url, "users", "a", "root", "wrong");
+    until = td_now_ns() + TD_NS_PER_S;
+    DRIVE_UNTIL(a, NULL, (assert_int_equal(td_coord_term(a), 0), td_now_ns() > until));
+    td_coord_destroy(a);
+    a = candidate_at(e.url, "users", "a", "root", "pw");
+    DRIVE_UNTIL(a, NULL, leads(a));
+    td_coord_resign_wait(a, 2000);
+    td_coord_destroy(a);
+    td_etcd_destroy(etcd);
+    stop_etcd(&e);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_etcd_grant_keepalive_revoke),
+        cmocka_unit_test(test_etcd_garbage_is_an_error_and_tried_again),
+        cmocka_unit_test(test_etcd_next_endpoint_after_a_dead_one),
+        cmocka_unit_test(test_etcd_users),
+    };
+    return cmocka_run_group_tests(tests, group_setup, group_teardown);
+}
