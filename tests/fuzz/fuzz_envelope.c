@@ -57,7 +57,11 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
 {
     static const td_msg_peer_t peers[] = {
         {.id = "p1", .role = TD_ROLE_PREFILL, .incarnation = 3, .endpoint = "tcp://127.0.0.1:9"},
-        {.id = "s1", .role = TD_ROLE_KVSTORE, .incarnation = 4, .store_master = true}};
+        {.id = "s1",
+         .role = TD_ROLE_KVSTORE,
+         .incarnation = 4,
+         .store_master = true,
+         .store_term = 6}};
     td_msg_logprobs_t lp = {.count = 3,
                             .token_logprobs = floats,
                             .top_counts = top_counts,
@@ -196,13 +200,22 @@ static const td_msg_type_t types[] = {
 
 static int make_corpus(const char *dir)
 {
-    for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
+    static const uint32_t pins[3] = {0, 1, 2};
+
+    for (size_t i = 0; i <= TD_ARRAY_LEN(types); i++) { /* the last kind of message in two forms */
+        const bool again = i == TD_ARRAY_LEN(types);
         char path[4096];
         td_str_t bytes = {0};
         td_msg_t msg;
         FILE *file = NULL;
-        sample(types[i], &msg);
-        (void)snprintf(path, sizeof(path), "%s/type_%d", dir, (int)types[i]);
+        sample(again ? TD_MSG_STORE_MANIFEST : types[i], &msg);
+        if (again) {
+            msg.u.blocks.how = TD_MSG_MANIFEST_MEMORY;
+            msg.u.blocks.pins = pins;
+            msg.u.blocks.is_last = true;
+        }
+        (void)snprintf(path, sizeof(path), "%s/type_%d%s", dir, (int)msg.type,
+                       again ? "_memory" : "");
         file = fopen(path, "wb");
         if (file == NULL || td_msg_encode(&msg, &bytes) != TD_OK ||
             fwrite(bytes.bytes, 1, bytes.len, file) != bytes.len || fclose(file) != 0) {
