@@ -243,6 +243,24 @@ void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_knows_no
     kvs_master_count_keys(m);
 }
 
+/* Segments remember what is pinned for the next leader. One that does not hear of it costs the pin,
+ * should this leader fall. */
+static void send_pins(kvs_master_t *m, uint32_t segment, kvs_pin_t pin, const td_block_key_t *keys,
+                      uint32_t count)
+{
+    td_msg_t msg = {.type = TD_MSG_PIN_ORDER};
+
+    msg.u.blocks = (td_msg_blocks_t){.term = m->term,
+                                     .mount = m->segments[segment].mount,
+                                     .pin = pin,
+                                     .count = count,
+                                     .keys = keys};
+    if (count > 0 && kvs_master_leads(m) &&
+        td_bus_send(m->bus, m->segments[segment].id, &msg) != TD_OK) {
+        TD_LOG_WARN("pins not sent", "segment=%s blocks=%u", m->segments[segment].id, count);
+    }
+}
+
 /* --- eviction --------------------------------------------------------------------------------- */
 
 void kvs_master_evict(kvs_master_t *m, uint32_t segment, uint32_t want)
@@ -558,6 +576,9 @@ static void one_done(kvs_master_t *m, kvs_order_t *order, const td_msg_blocks_t 
     if (done->statuses[i] == TD_OK) {
         kvs_index_stored(m->index, r, &order->storing, done->blocks[i], done->epochs[i],
                          done->checksums[i]);
+        if (e->pin != KVS_PIN_NONE) { /* while it was on its way */
+            send_pins(m, order->segment, e->pin, &done->keys[i], 1);
+        }
         td_metric_add(order->is_promotion ? m->promoted
                       : order->is_copy    ? m->copied
                                           : m->stored,
@@ -733,6 +754,26 @@ static td_status_t pin_one(kvs_master_t *m, const td_block_key_t *key, kvs_pin_t
     return TD_OK;
 }
 
+/* Tells every segment which of the keys that were pinned (or freed) it has. */
+static void spread_pins(kvs_master_t *m, const td_msg_blocks_t *ask, const td_status_t *statuses)
+{
+    td_block_key_t *keys = td_calloc(ask->count, sizeof(*keys));
+
+    for (uint32_t s = 0; keys != NULL && s < KVS_SEGMENTS_MAX; s++) {
+        uint32_t count = 0;
+        for (uint32_t i = 0; m->segments[s].id[0] != '\0' && i < ask->count; i++) {
+            const kvs_entry_t *e =
+                statuses[i] == TD_OK ? kvs_index_find(m->index, &ask->keys[i]) : NULL;
+            const kvs_replica_t *r = e == NULL ? NULL : kvs_index_on(m->index, e, s);
+            if (r != NULL && r->state == KVS_READY) {
+                keys[count++] = ask->keys[i];
+            }
+        }
+        send_pins(m, s, (kvs_pin_t)ask->pin, keys, count);
+    }
+    td_free(keys);
+}
+
 /* StorePin and StoreRemove: one answer for each key. */
 static void handle_change(kvs_master_t *m, const td_msg_t *msg)
 {
@@ -746,6 +787,9 @@ static void handle_change(kvs_master_t *m, const td_msg_t *msg)
         statuses[i] = msg->type == TD_MSG_STORE_REMOVE
                           ? remove_one(m, &ask->keys[i])
                           : pin_one(m, &ask->keys[i], (kvs_pin_t)ask->pin);
+    }
+    if (msg->type == TD_MSG_STORE_PIN) {
+        spread_pins(m, ask, statuses);
     }
     send_results(m, TD_MSG_STORE_RESULT, msg->sender_id, ask->request, ask->keys, statuses,
                  ask->count);

@@ -443,6 +443,16 @@ bool kvs_segment_handle(kvs_segment_t *s, const td_msg_t *msg)
         (void)leader_accepted(s, msg);
         return true;
     }
+    if (msg->type == TD_MSG_PIN_ORDER) {
+        const bool accepted = leader_accepted(s, msg);
+        for (uint32_t i = 0; accepted && i < msg->u.blocks.count; i++) {
+            const uint32_t idx = td_pool_find(s->pool, &msg->u.blocks.keys[i]);
+            if (idx != TD_POOL_NONE) {
+                kvs_segment_manifest_pin(s->manifest, idx, msg->u.blocks.pin);
+            }
+        }
+        return true;
+    }
     if (msg->type == TD_MSG_PROMOTE_ORDER) {
         if (leader_accepted(s, msg) && s->cold != NULL) {
             kvs_segment_tier_promote(s->cold, msg);

@@ -51,7 +51,8 @@ typedef enum td_msg_type {
     TD_MSG_STORE_RESULT = 49,
     TD_MSG_MOUNT = 50,
     TD_MSG_PROMOTE_ORDER = 51,
-    TD_MSG_STORE_MANIFEST = 52
+    TD_MSG_STORE_MANIFEST = 52,
+    TD_MSG_PIN_ORDER = 53
 } td_msg_type_t;
 
 typedef enum td_role {
@@ -263,15 +264,15 @@ typedef enum td_msg_manifest {
 } td_msg_manifest_t;
 
 /** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP, STORE_PIN, STORE_REMOVE,
- * STORE_RESULT, MOUNT, PROMOTE_ORDER, STORE_MANIFEST: a list of blocks. Which arrays are there
- * follows from the type; the others are NULL. */
+ * STORE_RESULT, MOUNT, PROMOTE_ORDER, STORE_MANIFEST, PIN_ORDER: a list of blocks. Which arrays are
+ * there follows from the type; the others are NULL. */
 typedef struct td_msg_blocks {
     uint64_t request; /* or order */
     uint64_t term;
-    uint64_t mount;        /* STORE_ORDER, EVICT_ORDER, MOUNT, PROMOTE_ORDER, STORE_MANIFEST */
+    uint64_t mount;        /* of all orders, MOUNT and STORE_MANIFEST */
     const char *writer_id; /* STORE_ORDER */
     uint64_t writer_incarnation;
-    uint32_t pin; /* STORE_PIN */
+    uint32_t pin; /* STORE_PIN, PIN_ORDER */
     uint32_t how; /* EVICT_ORDER: td_msg_evict_t; STORE_MANIFEST: td_msg_manifest_t */
     uint32_t count;
     const td_block_key_t *keys;

@@ -407,6 +407,7 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
     PB(StoreRemove) removal = TANDEM__V1__STORE_REMOVE__INIT;
     PB(Mount) mount = TANDEM__V1__MOUNT__INIT;
     PB(PromoteOrder) promote = TANDEM__V1__PROMOTE_ORDER__INIT;
+    PB(PinOrder) pin_order = TANDEM__V1__PIN_ORDER__INIT;
     PB(StoreManifest) manifest = TANDEM__V1__STORE_MANIFEST__INIT;
     _Static_assert(sizeof(td_status_t) == sizeof(int32_t), "statuses travel as sint32");
 
@@ -483,6 +484,14 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
         mount.mount = m->mount;
         env->body_case = TANDEM__V1__ENVELOPE__BODY_MOUNT;
         env->mount = &mount;
+        break;
+    case TD_MSG_PIN_ORDER:
+        pin_order.term = m->term;
+        pin_order.mount = m->mount;
+        pin_order.keys = pb_keys(m->keys, m->count);
+        pin_order.pin = (PB(Pin))m->pin;
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_PIN_ORDER;
+        env->pin_order = &pin_order;
         break;
     case TD_MSG_PROMOTE_ORDER:
         promote.order = m->request;
@@ -580,6 +589,7 @@ td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out)
     case TD_MSG_STORE_REMOVE:
     case TD_MSG_STORE_RESULT:
     case TD_MSG_MOUNT:
+    case TD_MSG_PIN_ORDER:
     case TD_MSG_PROMOTE_ORDER:
     case TD_MSG_STORE_MANIFEST:
         return encode_blocks(msg, &env, out);
@@ -1090,6 +1100,12 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
         msg->u.blocks.term = env->mount->term;
         msg->u.blocks.mount = env->mount->mount;
         return TD_OK;
+    case TANDEM__V1__ENVELOPE__BODY_PIN_ORDER:
+        MUST((uint32_t)env->pin_order->pin <= TD_MSG_PIN_MAX, "pin_order: kind of pin");
+        msg->u.blocks.term = env->pin_order->term;
+        msg->u.blocks.mount = env->pin_order->mount;
+        msg->u.blocks.pin = (uint32_t)env->pin_order->pin;
+        return read_keys(&env->pin_order->keys, &msg->u.blocks);
     case TANDEM__V1__ENVELOPE__BODY_PROMOTE_ORDER:
         msg->u.blocks.request = env->promote_order->order;
         msg->u.blocks.term = env->promote_order->term;

@@ -162,6 +162,7 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
     case TD_MSG_STORE_RESULT:
     case TD_MSG_MOUNT:
     case TD_MSG_PROMOTE_ORDER:
+    case TD_MSG_PIN_ORDER:
     case TD_MSG_STORE_MANIFEST:
         msg->u.blocks = (td_msg_blocks_t){.request = 1,
                                           .term = 2,
@@ -196,13 +197,14 @@ static const td_msg_type_t types[] = {
     TD_MSG_CANCEL,       TD_MSG_TOKENS,        TD_MSG_END,           TD_MSG_PUT_START,
     TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,   TD_MSG_STORE_DONE,    TD_MSG_EVICT_ORDER,
     TD_MSG_LOOKUP,       TD_MSG_LOOKUP_RESULT, TD_MSG_STORE_PIN,     TD_MSG_STORE_REMOVE,
-    TD_MSG_STORE_RESULT, TD_MSG_MOUNT,         TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST};
+    TD_MSG_STORE_RESULT, TD_MSG_MOUNT,         TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST,
+    TD_MSG_PIN_ORDER};
 
 static int make_corpus(const char *dir)
 {
     static const uint32_t pins[3] = {0, 1, 2};
 
-    for (size_t i = 0; i <= TD_ARRAY_LEN(types); i++) { /* the last kind of message in two forms */
+    for (size_t i = 0; i <= TD_ARRAY_LEN(types); i++) { /* manifests in two forms */
         const bool again = i == TD_ARRAY_LEN(types);
         char path[4096];
         td_str_t bytes = {0};

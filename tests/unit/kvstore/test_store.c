@@ -1401,6 +1401,30 @@ static void test_f9_store_next_leader_knows_the_order_of_eviction(void **state)
     assert_in_range(w->found, 1, 7);
 }
 
+/* F9: what was pinned stays pinned under the next leader. */
+static void test_f9_store_pins_outlive_the_leader(void **state)
+{
+    world_t *w = *state;
+    kvs_policy_t policy = kvs_policy_default();
+
+    policy.lease_ms = 0;
+    put_one_by_one(w, 3);
+    change(w, TD_MSG_STORE_PIN, KVS_PIN_HARD, 0, 2);
+    change(w, TD_MSG_STORE_PIN, KVS_PIN_NONE, 0, 1); /* and taken off */
+    next_leader(w, 64, policy);
+    TURN_UNTIL(w, kvs_master_is_complete(w->next));
+    for (uint32_t i = 3; i < WRITER_BLOCKS; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 0);
+    lookup(w, 1, 1);
+    assert_int_equal(w->found, 1);
+    lookup(w, 2, 1);
+    assert_int_equal(w->found, 0);
+}
+
 /* A manifest that was sent before an order took a key away does not bring it back. */
 static void test_f9_store_manifest_overtaken_by_an_order(void **state)
 {
@@ -1508,6 +1532,8 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_f9_store_next_leader_knows_the_order_of_eviction,
                                         setup, teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_pins_outlive_the_leader, setup_no_lease,
+                                        teardown),
         cmocka_unit_test_setup_teardown(test_f9_store_manifest_overtaken_by_an_order,
                                         setup_two_replicas, teardown),
     };

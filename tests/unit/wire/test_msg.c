@@ -145,10 +145,10 @@ static void test_msg_kv_ready_survives_the_wire(void **state)
 
 static void test_msg_store_lists_survive_the_wire(void **state)
 {
-    const td_msg_type_t types[] = {TD_MSG_PUT_START,     TD_MSG_PUT_RESULT,    TD_MSG_STORE_ORDER,
-                                   TD_MSG_STORE_DONE,    TD_MSG_EVICT_ORDER,   TD_MSG_LOOKUP,
-                                   TD_MSG_STORE_PIN,     TD_MSG_STORE_REMOVE,  TD_MSG_STORE_RESULT,
-                                   TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST};
+    const td_msg_type_t types[] = {TD_MSG_PUT_START,     TD_MSG_PUT_RESULT,     TD_MSG_STORE_ORDER,
+                                   TD_MSG_STORE_DONE,    TD_MSG_EVICT_ORDER,    TD_MSG_LOOKUP,
+                                   TD_MSG_STORE_PIN,     TD_MSG_STORE_REMOVE,   TD_MSG_STORE_RESULT,
+                                   TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST, TD_MSG_PIN_ORDER};
     (void)state;
 
     for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
@@ -170,7 +170,9 @@ static void test_msg_store_lists_survive_the_wire(void **state)
         out = roundtrip(&msg, &arena);
         assert_int_equal(out.u.blocks.count, 3);
         assert_memory_equal(out.u.blocks.keys, keys, sizeof(keys));
-        assert_int_equal(out.u.blocks.pin, types[i] == TD_MSG_STORE_PIN ? TD_MSG_PIN_MAX : 0);
+        assert_int_equal(
+            out.u.blocks.pin,
+            types[i] == TD_MSG_STORE_PIN || types[i] == TD_MSG_PIN_ORDER ? TD_MSG_PIN_MAX : 0);
         assert_int_equal(out.u.blocks.how,
                          types[i] == TD_MSG_STORE_MANIFEST || types[i] == TD_MSG_EVICT_ORDER
                              ? TD_MSG_MANIFEST_RESET
