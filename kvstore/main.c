@@ -27,6 +27,7 @@ typedef struct app {
     kvs_master_t *master;   /* NULL: role segment */
     uint64_t term;          /* that the master has, 0 = standby */
     uint64_t announced;     /* the term that the others know us by as the master, 0 = none */
+    uint64_t highest;       /* term of anybody that was heard of */
     kvs_segment_t *segment; /* NULL until the router has told the block size; role master */
     bool is_segment;
     uint32_t block_count;
@@ -137,6 +138,23 @@ static uint64_t term_to_announce(const app_t *app)
     return known != NULL && known->store_term > app->announced ? 0 : app->announced;
 }
 
+/* Segments refuse terms below one that they have seen. */
+static void check_term(app_t *app, uint64_t term)
+{
+    const td_member_peer_t *known =
+        app->member == NULL ? NULL : td_member_store_master(app->member);
+
+    if (known != NULL) {
+        app->highest = TD_MAX(app->highest, known->store_term);
+    }
+    if (term != 0 && term < app->highest && term != app->term) {
+        TD_LOG_ERROR("term below an earlier one: etcd has lost its data",
+                     "term=%llu earlier=%llu expected=\"a restart of the stores\"",
+                     (unsigned long long)term, (unsigned long long)app->highest);
+    }
+    app->highest = TD_MAX(app->highest, term);
+}
+
 static void follow_coord(app_t *app)
 {
     uint64_t term = 0;
@@ -144,6 +162,7 @@ static void follow_coord(app_t *app)
 
     td_coord_tick(app->coord);
     term = td_coord_term(app->coord);
+    check_term(app, term);
     if (term != app->term) {
         app->term = term;
         if (term != 0) {
