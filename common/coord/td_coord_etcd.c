@@ -219,6 +219,10 @@ static void on_failed(coord_etcd_t *c, td_status_t status)
     case STEP_KEEPALIVE:
     case STEP_CONFIRM:
         count(c->renew_failed);
+        if (status == TD_ERR_NOT_FOUND) {
+            lose(c, "etcd does not know the lease");
+            return;
+        }
         go(c, STEP_KEEPALIVE, again_ns); /* the whole renewal again */
         return;
     case STEP_RESIGN:

@@ -172,6 +172,57 @@ static void test_etcd_users(void **state)
     stop_etcd(&e);
 }
 
+static td_coord_t *candidate_by_tls(const etcd_process_t *e, const char *ca, bool with_cert)
+{
+    const td_coord_config_t config = {.etcd = e->url,
+                                      .cluster = "tls",
+                                      .election = "store-master",
+                                      .id = "a",
+                                      .lease_ms = LEASE_MS,
+                                      .ca_file = ca,
+                                      .cert_file = with_cert ? e->cert : NULL,
+                                      .key_file = with_cert ? e->key : NULL};
+    td_coord_t *c = NULL;
+
+    assert_int_equal(td_coord_create(&config, &c), TD_OK);
+    td_coord_campaign(c);
+    return c;
+}
+
+/* https, both ends with certificates: who does not trust etcd's, or has none, does not lead. */
+static void test_etcd_https(void **state)
+{
+    etcd_process_t e = {0};
+    char dir[] = "/tmp/tandem-tls-XXXXXX";
+    char command[512];
+    td_coord_t *a = NULL;
+    (void)state;
+
+    assert_non_null(mkdtemp(dir));
+    (void)snprintf(e.cert, sizeof(e.cert), "%s/cert.pem", dir);
+    (void)snprintf(e.key, sizeof(e.key), "%s/key.pem", dir);
+    (void)snprintf(command, sizeof(command),
+                   "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "
+                   "-keyout %s -out %s -days 2 -subj /CN=tandem-test "
+                   "-addext subjectAltName=IP:127.0.0.1 2>/dev/null",
+                   e.key, e.cert);
+    assert_int_equal(system(command), 0);
+    start_etcd(&e);
+    a = candidate_by_tls(&e, e.cert, true);
+    DRIVE_UNTIL(a, NULL, leads(a));
+    td_coord_resign_wait(a, 2000);
+    td_coord_destroy(a);
+    for (int i = 0; i < 2; i++) { /* not trusted, not known */
+        const uint64_t until = td_now_ns() + TD_NS_PER_S / 2;
+        a = candidate_by_tls(&e, i == 0 ? NULL : e.cert, i == 0);
+        DRIVE_UNTIL(a, NULL, (assert_int_equal(td_coord_term(a), 0), td_now_ns() > until));
+        td_coord_destroy(a);
+    }
+    stop_etcd(&e);
+    (void)snprintf(command, sizeof(command), "rm -rf %s", dir);
+    assert_int_equal(system(command), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -179,6 +230,7 @@ int main(void)
         cmocka_unit_test(test_etcd_garbage_is_an_error_and_tried_again),
         cmocka_unit_test(test_etcd_next_endpoint_after_a_dead_one),
         cmocka_unit_test(test_etcd_users),
+        cmocka_unit_test(test_etcd_https),
     };
     return cmocka_run_group_tests(tests, group_setup, group_teardown);
 }

@@ -27,6 +27,8 @@ typedef struct etcd_process {
     char dir[64];
     char url[64];
     char peer[64];
+    char cert[80]; /* with e->key: https, and clients must have a certificate too; "": http */
+    char key[80];
     pid_t pid;
 } etcd_process_t;
 
@@ -50,6 +52,7 @@ static inline int listen_anywhere(uint16_t *port_out)
 
 static inline void launch(etcd_process_t *e)
 {
+    const bool tls = e->cert[0] != '\0';
     char cluster[96];
 
     (void)snprintf(cluster, sizeof(cluster), "local=%s", e->peer);
@@ -63,7 +66,9 @@ static inline void launch(etcd_process_t *e)
         (void)execlp("etcd", "etcd", "--name", "local", "--data-dir", e->dir,
                      "--listen-client-urls", e->url, "--advertise-client-urls", e->url,
                      "--listen-peer-urls", e->peer, "--initial-advertise-peer-urls", e->peer,
-                     "--initial-cluster", cluster, (char *)NULL);
+                     "--initial-cluster", cluster, tls ? "--cert-file" : (char *)NULL, e->cert,
+                     "--key-file", e->key, "--trusted-ca-file", e->cert, "--client-cert-auth",
+                     (char *)NULL);
         _exit(127); /* deploy/setup.sh installs it */
     }
 }
@@ -132,12 +137,15 @@ static inline void start_etcd(etcd_process_t *e)
 
     (void)snprintf(e->dir, sizeof(e->dir), "/tmp/tandem-etcd-XXXXXX");
     assert_non_null(mkdtemp(e->dir));
-    (void)snprintf(e->url, sizeof(e->url), "http://127.0.0.1:%u", ports[0]);
+    (void)snprintf(e->url, sizeof(e->url), "%s://127.0.0.1:%u",
+                   e->cert[0] != '\0' ? "https" : "http", ports[0]);
     (void)snprintf(e->peer, sizeof(e->peer), "http://127.0.0.1:%u", ports[1]);
     (void)close(fds[0]);
     (void)close(fds[1]);
     launch(e);
-    wait_serving(e);
+    if (e->cert[0] == '\0') {
+        wait_serving(e);
+    }
 }
 
 static inline void stop_etcd(etcd_process_t *e)
