@@ -7,7 +7,7 @@ usage() {
 usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
        deploy/local.sh down | status [--dir RUNDIR]
 
-  --router N        routers [1]; several need etcd, which Tandem does not speak yet
+  --router N        routers [1]; several are not possible yet
   --prefill N       prefill nodes [1]
   --decode N        decode nodes [1]
   --kvstore N       stores [1]; the first is master and segment, further ones are segments. With
@@ -385,8 +385,8 @@ pick_threads() {
 
 check_setup() {
     local role
-    [[ $routers -eq 1 ]] || fail "--router $routers: several routers need etcd as their registry, which \
-Tandem does not speak yet; one router is possible today"
+    [[ $routers -eq 1 ]] || fail "--router $routers: several routers need a registry of their own, \
+which Tandem does not have yet; one router is possible today"
     [[ $prefills -ge 1 && $decodes -ge 1 ]] || fail 'at least one prefill and one decode node are needed'
     [[ -f $model ]] || fail "no model at $model (make model fetches the quick start's)"
     for role in router prefill decode kvstore; do

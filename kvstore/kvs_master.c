@@ -102,7 +102,7 @@ void kvs_master_count_keys(kvs_master_t *m)
 
 /* Where it does not go out (we do not lead at this moment, or the segment cannot be told), the
  * segment would keep what nobody knows of: it is mounted again as soon as that is possible. */
-static void transmit_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
+static bool transmit_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
                            const td_block_key_t *keys, uint32_t count)
 {
     kvs_segment_info_t *to = &m->segments[segment];
@@ -119,33 +119,35 @@ static void transmit_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how
         TD_LOG_WARN("evict order not sent", "segment=%s blocks=%u", to->id, count);
         to->must_mount = true;
     }
+    return !to->must_mount;
 }
 
-static void send_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
+/* False: the segment may keep them. */
+static bool send_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
                        const td_block_key_t *keys, uint32_t count)
 {
     kvs_segment_info_t *to = &m->segments[segment];
 
+    bool sent = true;
+
     if (count == 0) {
-        return;
+        return true;
     }
-    transmit_evict(m, segment, how, keys, count);
-    if (!to->telling) {
-        return;
-    }
-    if (count > KVS_TAKEN_MAX - to->taken_count) {
+    sent = transmit_evict(m, segment, how, keys, count);
+    if (to->telling && count <= KVS_TAKEN_MAX - to->taken_count) {
+        memcpy(&to->taken[to->taken_count], keys, count * sizeof(*keys));
+        to->taken_count += count;
+    } else if (to->telling) {
         to->must_mount = true;
-        return;
     }
-    memcpy(&to->taken[to->taken_count], keys, count * sizeof(*keys));
-    to->taken_count += count;
+    return sent;
 }
 
 void kvs_master_evict_surplus(kvs_master_t *m, uint32_t segment, const td_block_key_t *keys,
                               uint32_t count)
 {
     if (count > 0) {
-        transmit_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
+        (void)transmit_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
         td_metric_add(m->evicted, count);
     }
 }
@@ -232,7 +234,7 @@ void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_knows_no
             over_count += put_is_over(m, &keys[count], &statuses[over_count]);
         }
         if (!segment_knows_nothing) {
-            send_evict(m, order->segment, TD_MSG_EVICT_DROP, keys, count);
+            (void)send_evict(m, order->segment, TD_MSG_EVICT_DROP, keys, count);
         }
         if (has_writer(order)) {
             send_results(m, TD_MSG_PUT_RESULT, order->writer_id, order->writer_request, over,
@@ -274,7 +276,7 @@ void kvs_master_evict(kvs_master_t *m, uint32_t segment, uint32_t want)
     for (uint32_t done = 0; done < want && count == EVICT_KEYS_MAX; done += count) {
         count = kvs_index_evict(m->index, segment, TD_MIN(want - done, EVICT_KEYS_MAX), td_now_ns(),
                                 keys);
-        send_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
+        (void)send_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
         td_metric_add(m->evicted, count);
     }
 }
@@ -697,7 +699,7 @@ static void drop_cooled(kvs_master_t *m)
         if (segment == KVS_NONE) {
             return;
         }
-        send_evict(m, segment, TD_MSG_EVICT_DROP, &key, 1);
+        (void)send_evict(m, segment, TD_MSG_EVICT_DROP, &key, 1);
         td_metric_add(m->cooled, 1);
     }
 }
@@ -709,6 +711,7 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
     kvs_entry_t *e = kvs_index_find(m->index, key);
     const uint32_t cold = kvs_cold_find(m->cold, key);
     bool left = true;
+    bool sent = true;
 
     if (!kvs_master_leads(m) || !kvs_master_is_complete(m)) {
         return TD_ERR_BUSY; /* a segment may still tell of it */
@@ -718,8 +721,7 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
     }
     if (e == NULL) {
         kvs_cold_remove(m->cold, key, cold);
-        send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1);
-        return TD_OK;
+        return send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1) ? TD_OK : TD_ERR_BUSY;
     }
     if (e->storing > 0) {
         return TD_INPROGRESS;
@@ -731,13 +733,13 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
         kvs_replica_t *r = &m->index->replicas[e->first];
         const uint32_t segment = r->segment;
         left = kvs_index_drop(m->index, r, NULL);
-        send_evict(m, segment, TD_MSG_EVICT_REMOVE, key, 1);
+        sent = send_evict(m, segment, TD_MSG_EVICT_REMOVE, key, 1) && sent;
     }
     if (cold != KVS_NONE) {
         kvs_cold_remove(m->cold, key, cold);
-        send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1);
+        sent = send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1) && sent;
     }
-    return TD_OK;
+    return sent ? TD_OK : TD_ERR_BUSY; /* it may come back when its segment is mounted again */
 }
 
 static td_status_t pin_one(kvs_master_t *m, const td_block_key_t *key, kvs_pin_t pin)
