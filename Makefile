@@ -17,6 +17,8 @@ PKG_CFLAGS = $(shell pkg-config --cflags $(PKGS))
 PKG_LIBS = $(shell pkg-config --libs $(PKGS))
 # The store's cold tier: what links libkvstore.a needs them.
 TIER_LIBS = $(shell pkg-config --libs liburing lmdb)
+# What uses common/coord, and the load generator, need it.
+CURL_LIBS = $(shell pkg-config --libs libcurl)
 CMOCKA_LIBS = $(shell pkg-config --libs cmocka)
 
 VERSION := 0.1.0

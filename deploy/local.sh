@@ -7,10 +7,13 @@ usage() {
 usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
        deploy/local.sh down | status [--dir RUNDIR]
 
-  --router N        routers [1]; several need etcd, which Tandem does not speak yet
+  --router N        routers [1]; several are not possible yet
   --prefill N       prefill nodes [1]
   --decode N        decode nodes [1]
-  --kvstore N       stores [1]; the first is master and segment, further ones are segments
+  --kvstore N       stores [1]; the first is master and segment, further ones are segments. With
+                    --etcd the first three may be the master, and one of them is
+  --etcd            start an etcd on loopback, its data below RUNDIR, and let it decide which of the
+                    stores is the master (two stores unless --kvstore says otherwise)
   --host ADDRESS    address the API listens on [127.0.0.1]
   --port P          port of the API, 0 = any free one [8000]
   --base-port P     ports of everything else count up from here, 0 = any free ones [0]
@@ -38,7 +41,7 @@ fail() {
 }
 
 top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-routers=1 prefills=1 decodes=1 kvstores=1
+routers=1 prefills=1 decodes=1 kvstores='' with_etcd=0
 host=127.0.0.1 port=8000 base_port=0
 model=$top/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 dir=$top/build/run bin=$top/build/bin
@@ -65,6 +68,11 @@ parse_options() {
             break
             ;;
         --help) usage && exit 0 ;;
+        --etcd)
+            with_etcd=1
+            shift
+            continue
+            ;;
         --args-of)
             [[ $# -ge 3 ]] || fail "$1 needs an id and flags"
             args_of[$2]=$3
@@ -100,6 +108,7 @@ parse_options() {
         esac
         shift 2
     done
+    [[ -n $kvstores ]] || kvstores=$((1 + with_etcd))
     dir=$(realpath -m -- "$dir")
     # The folder's name goes into JSON as it is.
     case $dir in *[\"\\]* | *$'\n'*) fail "--dir: quotes and backslashes are not allowed: $dir" ;; esac
@@ -114,11 +123,14 @@ kernel_state() { # PID -> the letter in /proc/PID/stat, or nothing
     printf '%s' "${stat%% *}"
 }
 
-# True while PID is the process that this script started as ID: its own ready file is among its
-# arguments, so a later process with the same number is never mistaken for it.
+# True while PID is the process that this script started as ID: its own ready file (etcd's own folder
+# of data) is among its arguments, so a later process with the same number is never mistaken for it.
 is_ours() { # PID ID
     local -a words=()
-    local i
+    local i flag=--ready-file value=$dir/$2.ready
+    if [[ $2 == etcd ]]; then
+        flag=--data-dir value=$dir/etcd.data
+    fi
     # Empty in a zombie, and for a moment while a process becomes another program.
     for ((i = 0; i < 50 && ${#words[@]} == 0; i++)); do
         [[ $i -eq 0 ]] || sleep 0.01
@@ -126,7 +138,7 @@ is_ours() { # PID ID
         mapfile -d '' -t words 2>/dev/null <"/proc/$1/cmdline" || return 1
     done
     for ((i = 0; i + 1 < ${#words[@]}; i++)); do
-        if [[ ${words[i]} == --ready-file && ${words[i + 1]} == "$dir/$2.ready" ]]; then
+        if [[ ${words[i]} == "$flag" && ${words[i + 1]} == "$value" ]]; then
             return 0
         fi
     done
@@ -252,6 +264,52 @@ start_process() { # ROLE ID HTTP FLAGS...
     done
 }
 
+# Two different ports that nobody listens on now, or those that --base-port counts up to.
+pick_etcd_ports() {
+    local port
+    etcd_ports=()
+    while [[ ${#etcd_ports[@]} -lt 2 ]]; do
+        take_port
+        port=$taken_port
+        [[ $port -ne 0 ]] || port=$((20000 + RANDOM % 12000))
+        if [[ $port -ne ${etcd_ports[0]:-0} ]] && ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
+            etcd_ports+=("$port")
+        fi
+    done
+}
+
+# etcd cannot choose a port by itself: where somebody was faster, others are tried.
+start_etcd() {
+    local try i=${#ids[@]} url peer
+    etcd_url=''
+    rm -rf "$dir/etcd.data" # leases and elections of a cluster that is gone
+    for ((try = 1; try <= 5; try++)); do
+        pick_etcd_ports
+        url=http://127.0.0.1:${etcd_ports[0]} peer=http://127.0.0.1:${etcd_ports[1]}
+        setsid nohup etcd --name local --data-dir "$dir/etcd.data" \
+            --listen-client-urls "$url" --advertise-client-urls "$url" \
+            --listen-peer-urls "$peer" --initial-advertise-peer-urls "$peer" \
+            --initial-cluster "local=$peer" --log-level warn \
+            </dev/null >"$dir/etcd.log" 2>&1 9>&- &
+        roles[i]=etcd ids[i]=etcd pids[i]=$! https[i]=127.0.0.1:${etcd_ports[0]}
+        write_cluster
+        until is_ours "$!" etcd || [[ $(kernel_state "$!") =~ ^[ZX]?$ ]]; do
+            sleep 0.01
+        done
+        while [[ ! $(kernel_state "${pids[i]}") =~ ^[ZX]?$ ]]; do
+            if curl -s --noproxy '*' -m 2 "$url/health" | grep -q '"health": *"true"'; then
+                etcd_url=$url
+                say "  etcd ready, pid ${pids[i]}, $url"
+                return
+            fi
+            [[ $SECONDS -lt $give_up_at ]] || give_up etcd "etcd was not ready within $timeout s"
+            sleep 0.05
+        done
+        grep -q 'address already in use' "$dir/etcd.log" || break
+    done
+    give_up etcd 'etcd ended while starting'
+}
+
 wait_ready() { # INDEX
     local i=$1 id=${ids[$1]} address='' bus=''
     until [[ -s $dir/$id.ready ]]; do
@@ -327,13 +385,15 @@ pick_threads() {
 
 check_setup() {
     local role
-    [[ $routers -eq 1 ]] || fail "--router $routers: several routers need etcd as their registry, which \
-Tandem does not speak yet; one router is possible today"
+    [[ $routers -eq 1 ]] || fail "--router $routers: several routers need a registry of their own, \
+which Tandem does not have yet; one router is possible today"
     [[ $prefills -ge 1 && $decodes -ge 1 ]] || fail 'at least one prefill and one decode node are needed'
     [[ -f $model ]] || fail "no model at $model (make model fetches the quick start's)"
     for role in router prefill decode kvstore; do
         [[ -x $bin/tandem-$role ]] || fail "no program $bin/tandem-$role (run make)"
     done
+    [[ $with_etcd -eq 0 ]] || command -v etcd >/dev/null ||
+        fail '--etcd needs etcd (deploy/setup.sh installs it)'
     command -v curl >/dev/null || fail 'curl is needed (deploy/setup.sh installs it)'
     if [[ $port -ne 0 ]] && (exec 3<>"/dev/tcp/${host/0.0.0.0/127.0.0.1}/$port") 2>/dev/null; then
         fail "port $port is in use: choose another with --port, or 0 for any free one"
@@ -361,8 +421,8 @@ TEXT
 }
 
 up() {
-    local i store_role='both'
-    local -a node_flags=() cluster_flags=()
+    local i store_role='both' stores_may_lead=1
+    local -a node_flags=() cluster_flags=() etcd_flags=()
     check_setup
     (umask 077 && mkdir -p "$dir")
     chmod 0700 "$dir"
@@ -387,14 +447,20 @@ up() {
         ${router_flags[@]+"${router_flags[@]}"}
     wait_ready 0
     node_flags=(--router "$router_bus")
+    if [[ $with_etcd -eq 1 ]]; then
+        start_etcd
+        etcd_flags=(--etcd "$etcd_url")
+        stores_may_lead=3
+    fi
     [[ -z $tier_dir ]] || (umask 077 && mkdir -p "$tier_dir")
     for ((i = 1; i <= kvstores; i++)); do
         local -a tier_flags=()
         [[ -z $tier_dir ]] || tier_flags=(--tier-dir "$tier_dir/kvstore-$i" --tier-bytes "$tier_bytes")
         take_port
         start_process kvstore "kvstore-$i" "127.0.0.1:$taken_port" "${node_flags[@]}" \
-            --role "$store_role" ${tier_flags[@]+"${tier_flags[@]}"}
-        store_role=segment
+            --role "$store_role" ${etcd_flags[@]+"${etcd_flags[@]}"} \
+            ${tier_flags[@]+"${tier_flags[@]}"}
+        [[ $i -lt $stores_may_lead ]] || store_role=segment
     done
     node_flags+=("${cluster_flags[@]}" --precision "$precision" --threads "$threads")
     [[ -z $kv_memory ]] || node_flags+=(--kv-memory "$kv_memory")
@@ -407,7 +473,7 @@ up() {
         start_process decode "decode-$i" "127.0.0.1:$taken_port" "${node_flags[@]}"
     done
     for ((i = 1; i < ${#ids[@]}; i++)); do
-        wait_ready "$i"
+        [[ ${ids[i]} == etcd ]] || wait_ready "$i"
     done
     wait_serving
     write_cluster

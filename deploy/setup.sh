@@ -7,7 +7,7 @@ set -euo pipefail
 
 PACKAGES=(gcc make pkg-config protobuf-c-compiler libprotobuf-c-dev libucx-dev libzmq3-dev
     libsodium-dev libmicrohttpd-dev libjansson-dev libpcre2-dev libutf8proc-dev libcyaml-dev
-    libyaml-dev libxxhash-dev liburing-dev liblmdb-dev libcurl4-openssl-dev libcmocka-dev
+    libyaml-dev libxxhash-dev liburing-dev liblmdb-dev libcurl4-openssl-dev libcmocka-dev etcd-server
     python3 python3-pip python3-venv procps iproute2 ca-certificates curl)
 # Oldest versions that Tandem is tested with: those of Debian 12.
 MINIMUMS=(ucx:1.13 libzmq:4.3 libprotobuf-c:1.4 libsodium:1.0.18 libmicrohttpd:0.9.75 jansson:2.14
@@ -19,6 +19,8 @@ fail() {
     printf 'setup: error: %s\n' "$*" >&2
     exit 1
 }
+
+OLDEST_ETCD=3.4
 
 missing_packages() {
     local package
@@ -41,18 +43,42 @@ check_versions() {
             bad=1
         fi
     done
+    got=$(etcd --version 2>/dev/null | sed -n 's/^etcd Version: //p') || got=''
+    if [[ $(printf '%s\n' "$OLDEST_ETCD" "$got" | sort -V | head -n 1) != "$OLDEST_ETCD" ]]; then
+        printf 'setup: error: etcd %s or newer is needed, found: %s\n' "$OLDEST_ETCD" "${got:-none}" >&2
+        bad=1
+    fi
     return "$bad"
 }
 
+# Debian's packages start their daemons. Tandem starts an etcd of its own where it wants one, so none
+# is started by the installation, nor with the machine.
+POLICY=/usr/sbin/policy-rc.d
+forbidden=0 # whether POLICY is ours
+forbid_services() {
+    if [[ ! -e $POLICY ]]; then
+        printf '#!/bin/sh\nexit 101\n' >"$POLICY"
+        chmod 0755 "$POLICY"
+        forbidden=1
+    fi
+}
+allow_services() {
+    [[ $forbidden -eq 0 ]] || rm -f "$POLICY"
+    forbidden=0
+}
+
 install_packages() {
-    local apt_line="apt-get install -y --no-install-recommends $*" log
+    local apt_line="apt-get install -y --no-install-recommends $*" log etcd_is_new=0
     if [[ $(id -u) -ne 0 ]]; then
         fail "missing packages, and only root can install them. Run as root:
     apt-get update && $apt_line"
     fi
     log=$(mktemp)
     # shellcheck disable=SC2064 # the name is known now
-    trap "rm -f '$log'" EXIT
+    trap "rm -f '$log'; allow_services" EXIT
+    if [[ " $* " == *' etcd-server '* ]]; then
+        etcd_is_new=1
+    fi
     say "installing $#: $*"
     say '1/2 apt-get update'
     if ! apt-get update >"$log" 2>&1; then
@@ -60,10 +86,15 @@ install_packages() {
         fail 'apt-get update failed (above): are the package sources in /etc/apt reachable?'
     fi
     say "2/2 $apt_line"
+    [[ $etcd_is_new -eq 0 ]] || forbid_services
     if ! DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" \
         >"$log" 2>&1; then
         tail -n 20 "$log" >&2
         fail 'apt-get install failed (above)'
+    fi
+    allow_services
+    if [[ $etcd_is_new -eq 1 && -d /run/systemd/system ]]; then
+        systemctl disable --now etcd >/dev/null 2>&1 || true
     fi
     say 'packages installed'
 }

@@ -155,7 +155,7 @@ uint32_t kvs_index_mount(kvs_index_t *x, uint32_t block_count)
     return KVS_NONE;
 }
 
-void kvs_index_unmount(kvs_index_t *x, uint32_t segment)
+void kvs_index_forget(kvs_index_t *x, uint32_t segment)
 {
     kvs_share_t *share = &x->shares[segment];
 
@@ -165,7 +165,12 @@ void kvs_index_unmount(kvs_index_t *x, uint32_t segment)
         }
     }
     TD_ASSERT(share->used == 0);
-    share->mounted = false;
+}
+
+void kvs_index_unmount(kvs_index_t *x, uint32_t segment)
+{
+    kvs_index_forget(x, segment);
+    x->shares[segment].mounted = false;
 }
 
 uint32_t kvs_index_choose(const kvs_index_t *x, uint32_t want, uint32_t without, uint32_t *out)
@@ -225,20 +230,17 @@ kvs_replica_t *kvs_index_on(const kvs_index_t *x, const kvs_entry_t *e, uint32_t
     return NULL;
 }
 
-td_status_t kvs_index_begin(kvs_index_t *x, const td_block_key_t *key, uint32_t segment,
-                            uint32_t order, kvs_list_t *order_list)
+static bool has_room(const kvs_index_t *x, const kvs_entry_t *e)
 {
-    kvs_share_t *share = &x->shares[segment];
-    kvs_entry_t *e = kvs_index_find(x, key);
+    return x->free_replica_count > 0 && (e != NULL || x->free_entry_count > 0);
+}
+
+/* A replica on its way, on a list. e: the key's entry, or NULL. */
+static kvs_replica_t *replica_new(kvs_index_t *x, const td_block_key_t *key, kvs_entry_t *e,
+                                  uint32_t segment, uint32_t order, kvs_list_t *list)
+{
     kvs_replica_t *r = NULL;
 
-    if (e != NULL && kvs_index_on(x, e, segment) != NULL) {
-        return TD_ERR_EXISTS;
-    }
-    if (share->used >= share->block_count || x->free_replica_count == 0 ||
-        (e == NULL && x->free_entry_count == 0)) {
-        return TD_ERR_BUSY;
-    }
     if (e == NULL) {
         e = &x->entries[x->free_entries[--x->free_entry_count]];
         *e = (kvs_entry_t){.key = *key, .first = KVS_NONE};
@@ -252,8 +254,49 @@ td_status_t kvs_index_begin(kvs_index_t *x, const td_block_key_t *key, uint32_t 
                          .state = KVS_STORING};
     e->first = replica_idx(x, r);
     e->storing++;
-    share->used++;
-    list_push(x, order_list, r);
+    x->shares[segment].used++;
+    list_push(x, list, r);
+    return r;
+}
+
+td_status_t kvs_index_begin(kvs_index_t *x, const td_block_key_t *key, uint32_t segment,
+                            uint32_t order, kvs_list_t *order_list)
+{
+    const kvs_share_t *share = &x->shares[segment];
+    kvs_entry_t *e = kvs_index_find(x, key);
+
+    if (e != NULL && kvs_index_on(x, e, segment) != NULL) {
+        return TD_ERR_EXISTS;
+    }
+    if (share->used >= share->block_count || !has_room(x, e)) {
+        return TD_ERR_BUSY;
+    }
+    (void)replica_new(x, key, e, segment, order, order_list);
+    return TD_OK;
+}
+
+td_status_t kvs_index_adopt(kvs_index_t *x, const td_block_key_t *key, uint32_t segment,
+                            uint32_t block, uint64_t epoch, uint64_t checksum,
+                            kvs_entry_t **entry_out)
+{
+    kvs_list_t none = KVS_LIST_EMPTY;
+    kvs_entry_t *e = kvs_index_find(x, key);
+    kvs_replica_t *r = e == NULL ? NULL : kvs_index_on(x, e, segment);
+
+    if (r != NULL && r->state == KVS_STORING) {
+        return TD_ERR_EXISTS;
+    }
+    if (r != NULL) { /* told twice: the later word counts */
+        r->block = block;
+        r->epoch = epoch;
+        r->checksum = checksum;
+    } else if (!has_room(x, e) || (e != NULL && e->ready + e->storing >= (int)KVS_REPLICAS_MAX)) {
+        return TD_ERR_BUSY;
+    } else {
+        r = replica_new(x, key, e, segment, KVS_NONE, &none);
+        kvs_index_stored(x, r, &none, block, epoch, checksum);
+    }
+    *entry_out = &x->entries[r->entry];
     return TD_OK;
 }
 

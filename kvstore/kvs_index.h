@@ -107,6 +107,8 @@ void kvs_index_destroy(kvs_index_t *index);
 uint32_t kvs_index_mount(kvs_index_t *index, uint32_t block_count);
 /** Forgets its readable replicas; those on their way must be gone before. Cost: O(its replicas). */
 void kvs_index_unmount(kvs_index_t *index, uint32_t segment);
+/** The same, and it stays mounted. */
+void kvs_index_forget(kvs_index_t *index, uint32_t segment);
 /** The emptiest segments that have room, not counting `without`; answers how many. */
 uint32_t kvs_index_choose(const kvs_index_t *index, uint32_t want, uint32_t without,
                           uint32_t *segments_out);
@@ -125,6 +127,13 @@ TD_MUST_CHECK td_status_t kvs_index_begin(kvs_index_t *index, const td_block_key
 /** A replica on its way has come. */
 void kvs_index_stored(kvs_index_t *index, kvs_replica_t *replica, kvs_list_t *order_list,
                       uint32_t block, uint64_t epoch, uint64_t checksum);
+/** A segment tells of a block that it has: a readable replica, though nobody here ordered it. More
+ * of them than the segment was said to have blocks are taken.
+ * Errors: TD_ERR_EXISTS (its replica of that key is on its way: the order's result says where),
+ *         TD_ERR_BUSY (no room in the index, or the key has replicas enough). */
+TD_MUST_CHECK td_status_t kvs_index_adopt(kvs_index_t *index, const td_block_key_t *key,
+                                          uint32_t segment, uint32_t block, uint64_t epoch,
+                                          uint64_t checksum, kvs_entry_t **entry_out);
 /** Forgets a replica; with its last one the entry goes. order_list: of one on its way, else NULL.
  * Answers whether the key can still be read or is still on its way. */
 bool kvs_index_drop(kvs_index_t *index, kvs_replica_t *replica, kvs_list_t *order_list);

@@ -44,10 +44,15 @@ static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
                                       "result=\"answered\"", held_help);
     m->held_time_out = td_metrics_counter(metrics, "tandem_kvstore_held_lookups_total",
                                           "result=\"timeout\"", held_help);
+    m->adopted = td_metrics_counter(metrics, "tandem_kvstore_adopted_blocks_total", NULL,
+                                    "blocks that segments told of when they were mounted");
+    m->telling = td_metrics_gauge(metrics, "tandem_kvstore_segments_telling", NULL,
+                                  "segments that have not told all they hold");
 }
 
 td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t keys_max,
-                              const kvs_policy_t *policy, uint64_t term, kvs_master_t **out)
+                              const kvs_policy_t *policy, const td_coord_t *coord,
+                              kvs_master_t **out)
 {
     kvs_master_t *m = td_calloc(1, sizeof(*m));
     td_status_t status = TD_ERR_NO_MEMORY;
@@ -69,7 +74,7 @@ td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t key
     }
     m->free_order_count = KVS_ORDERS_MAX;
     m->bus = bus;
-    m->term = term;
+    m->coord = coord;
     make_metrics(m, metrics);
     *out = m;
     return TD_OK;
@@ -86,7 +91,7 @@ void kvs_master_destroy(kvs_master_t *m)
     td_free(m);
 }
 
-static void count_keys(kvs_master_t *m)
+void kvs_master_count_keys(kvs_master_t *m)
 {
     td_metric_set(m->keys, m->index->readable);
     td_metric_set(m->replicas, m->index->replicas_max - m->index->free_replica_count);
@@ -95,22 +100,55 @@ static void count_keys(kvs_master_t *m)
 
 /* --- orders ----------------------------------------------------------------------------------- */
 
-static void send_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
-                       const td_block_key_t *keys, uint32_t count)
+/* Where it does not go out (we do not lead at this moment, or the segment cannot be told), the
+ * segment would keep what nobody knows of: it is mounted again as soon as that is possible. */
+static bool transmit_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
+                           const td_block_key_t *keys, uint32_t count)
 {
-    const kvs_segment_info_t *to = &m->segments[segment];
+    kvs_segment_info_t *to = &m->segments[segment];
     td_msg_t msg = {.type = TD_MSG_EVICT_ORDER};
 
-    if (count == 0) {
-        return;
-    }
     msg.u.blocks.term = m->term;
     msg.u.blocks.mount = to->mount;
     msg.u.blocks.how = how;
     msg.u.blocks.count = count;
     msg.u.blocks.keys = keys;
-    if (td_bus_send(m->bus, to->id, &msg) != TD_OK) {
+    if (!kvs_master_leads(m)) {
+        to->must_mount = true;
+    } else if (td_bus_send(m->bus, to->id, &msg) != TD_OK) {
         TD_LOG_WARN("evict order not sent", "segment=%s blocks=%u", to->id, count);
+        to->must_mount = true;
+    }
+    return !to->must_mount;
+}
+
+/* False: the segment may keep them. */
+static bool send_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
+                       const td_block_key_t *keys, uint32_t count)
+{
+    kvs_segment_info_t *to = &m->segments[segment];
+
+    bool sent = true;
+
+    if (count == 0) {
+        return true;
+    }
+    sent = transmit_evict(m, segment, how, keys, count);
+    if (to->telling && count <= KVS_TAKEN_MAX - to->taken_count) {
+        memcpy(&to->taken[to->taken_count], keys, count * sizeof(*keys));
+        to->taken_count += count;
+    } else if (to->telling) {
+        to->must_mount = true;
+    }
+    return sent;
+}
+
+void kvs_master_evict_surplus(kvs_master_t *m, uint32_t segment, const td_block_key_t *keys,
+                              uint32_t count)
+{
+    if (count > 0) {
+        (void)transmit_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
+        td_metric_add(m->evicted, count);
     }
 }
 
@@ -177,9 +215,7 @@ static bool put_is_over(const kvs_master_t *m, const td_block_key_t *key, td_sta
     return true;
 }
 
-/* Takes back what an order has not finished: the segment drops what it may have stored since, and
- * the writer's pins end. */
-void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_is_gone)
+void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_knows_nothing)
 {
     td_block_key_t keys[EVICT_KEYS_MAX];
     td_block_key_t over[EVICT_KEYS_MAX];
@@ -197,8 +233,8 @@ void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_is_gone)
             statuses[over_count] = TD_ERR_CANCELLED;
             over_count += put_is_over(m, &keys[count], &statuses[over_count]);
         }
-        if (!segment_is_gone) {
-            send_evict(m, order->segment, TD_MSG_EVICT_DROP, keys, count);
+        if (!segment_knows_nothing) {
+            (void)send_evict(m, order->segment, TD_MSG_EVICT_DROP, keys, count);
         }
         if (has_writer(order)) {
             send_results(m, TD_MSG_PUT_RESULT, order->writer_id, order->writer_request, over,
@@ -206,7 +242,25 @@ void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_is_gone)
         }
     }
     order_free(m, order);
-    count_keys(m);
+    kvs_master_count_keys(m);
+}
+
+/* Segments remember what is pinned for the next leader. One that does not hear of it costs the pin,
+ * should this leader fall. */
+static void send_pins(kvs_master_t *m, uint32_t segment, kvs_pin_t pin, const td_block_key_t *keys,
+                      uint32_t count)
+{
+    td_msg_t msg = {.type = TD_MSG_PIN_ORDER};
+
+    msg.u.blocks = (td_msg_blocks_t){.term = m->term,
+                                     .mount = m->segments[segment].mount,
+                                     .pin = pin,
+                                     .count = count,
+                                     .keys = keys};
+    if (count > 0 && kvs_master_leads(m) &&
+        td_bus_send(m->bus, m->segments[segment].id, &msg) != TD_OK) {
+        TD_LOG_WARN("pins not sent", "segment=%s blocks=%u", m->segments[segment].id, count);
+    }
 }
 
 /* --- eviction --------------------------------------------------------------------------------- */
@@ -216,10 +270,13 @@ void kvs_master_evict(kvs_master_t *m, uint32_t segment, uint32_t want)
     td_block_key_t keys[EVICT_KEYS_MAX];
     uint32_t count = EVICT_KEYS_MAX;
 
+    if (!kvs_master_leads(m) || m->segments[segment].telling) {
+        return; /* what lies there is known only in part */
+    }
     for (uint32_t done = 0; done < want && count == EVICT_KEYS_MAX; done += count) {
         count = kvs_index_evict(m->index, segment, TD_MIN(want - done, EVICT_KEYS_MAX), td_now_ns(),
                                 keys);
-        send_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
+        (void)send_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
         td_metric_add(m->evicted, count);
     }
 }
@@ -256,14 +313,30 @@ void kvs_master_evict_if_full(kvs_master_t *m, uint32_t segment)
 
 /* --- segments and writers --------------------------------------------------------------------- */
 
-/* So that it says what its cold tier holds. Tried again while it cannot be told. */
+/* So that it says what it holds, in memory and in its cold tier. Tried again while it cannot be
+ * told. */
 static void tell_mounted(kvs_master_t *m, kvs_segment_info_t *s)
 {
     td_msg_t msg = {.type = TD_MSG_MOUNT};
 
     msg.u.blocks.term = m->term;
     msg.u.blocks.mount = s->mount;
-    s->told = td_bus_send(m->bus, s->id, &msg) == TD_OK;
+    s->told = kvs_master_leads(m) && td_bus_send(m->bus, s->id, &msg) == TD_OK;
+    if (s->told) {
+        TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", s->id,
+                    m->index->shares[s - m->segments].block_count);
+    }
+}
+
+/* Nothing is known of what the segment holds, from now on. */
+static void begin_mounting(kvs_master_t *m, kvs_segment_info_t *s)
+{
+    s->mount = td_random_u64();
+    s->mounted_ns = td_now_ns();
+    s->telling = true;
+    s->must_mount = false;
+    s->taken_count = 0;
+    tell_mounted(m, s);
 }
 
 void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation,
@@ -277,23 +350,69 @@ void kvs_master_segment_up(kvs_master_t *m, const char *id, uint64_t incarnation
         return;
     }
     s = &m->segments[at];
-    *s = (kvs_segment_info_t){.incarnation = incarnation, .mount = td_random_u64()};
+    *s = (kvs_segment_info_t){.incarnation = incarnation};
     memcpy(s->id, id, TD_MIN(strlen(id), (size_t)TD_MSG_ID_CHARS_MAX));
-    tell_mounted(m, s);
-    TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", id, block_count);
+    begin_mounting(m, s);
 }
 
-static void segment_down(kvs_master_t *m, uint32_t segment)
+static void segment_forget(kvs_master_t *m, uint32_t segment)
 {
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && m->orders[i].segment == segment) {
             kvs_order_revoke(m, &m->orders[i], true);
         }
     }
-    kvs_index_unmount(m->index, segment);
+    kvs_index_forget(m->index, segment);
     kvs_cold_forget(m->cold, segment);
+    kvs_master_count_keys(m);
+}
+
+static void segment_down(kvs_master_t *m, uint32_t segment)
+{
+    segment_forget(m, segment);
+    kvs_index_unmount(m->index, segment);
     m->segments[segment] = (kvs_segment_info_t){0};
-    count_keys(m);
+}
+
+/* --- leadership ------------------------------------------------------------------------------- */
+
+void kvs_master_lead(kvs_master_t *m, uint64_t term)
+{
+    m->term = term;
+    for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
+        if (m->segments[i].id[0] != '\0') {
+            segment_forget(m, i);
+            begin_mounting(m, &m->segments[i]);
+        }
+    }
+}
+
+void kvs_master_follow(kvs_master_t *m)
+{
+    m->term = 0;
+    for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
+        if (m->orders[i].id != 0) {
+            /* The writers' pins end. Segments give such orders up when the next leader mounts
+             * them. */
+            kvs_order_revoke(m, &m->orders[i], true);
+        }
+    }
+    kvs_master_look_at_held(m, td_now_ns());
+}
+
+static uint32_t count_telling(const kvs_master_t *m)
+{
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
+        count += m->segments[i].id[0] != '\0' && m->segments[i].telling;
+    }
+    return count;
+}
+
+bool kvs_master_is_complete(const kvs_master_t *m)
+{
+    return count_telling(m) == 0;
 }
 
 void kvs_master_peer_down(kvs_master_t *m, const char *id, uint64_t incarnation)
@@ -387,8 +506,9 @@ static void put_order(kvs_master_t *m, const put_t *put, uint32_t s, td_block_ke
                                      .checksums = numbers + from->count};
     if (put->taken[s] == 0) {
         order_free(m, put->orders[s]);
-    } else if (td_bus_send(m->bus, m->segments[put->segments[s]].id, &msg) != TD_OK) {
-        kvs_order_revoke(m, put->orders[s], false);
+    } else if (!kvs_master_leads(m) ||
+               td_bus_send(m->bus, m->segments[put->segments[s]].id, &msg) != TD_OK) {
+        kvs_order_revoke(m, put->orders[s], true);
     }
 }
 
@@ -401,6 +521,7 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
     uint32_t *blocks = td_calloc(count, sizeof(*blocks));
     td_status_t *refused = td_calloc(count, sizeof(*refused));
     uint32_t *of = td_calloc((size_t)count * KVS_REPLICAS_MAX, sizeof(*of));
+    const bool leads = kvs_master_leads(m);
     uint32_t refusals = 0;
 
     if (keys == NULL || numbers == NULL || blocks == NULL || refused == NULL || of == NULL) {
@@ -409,9 +530,11 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
     for (uint32_t s = 0; s < KVS_REPLICAS_MAX; s++) {
         put.of[s] = of + (size_t)s * count;
     }
-    put_choose(m, &put);
+    if (leads) {
+        put_choose(m, &put);
+    }
     for (uint32_t i = 0; i < count; i++) {
-        td_status_t status = put_one(m, &put, i);
+        td_status_t status = leads ? put_one(m, &put, i) : TD_ERR_BUSY;
         if (status != TD_OK) {
             keys[refusals] = msg->u.blocks.keys[i];
             refused[refusals++] = status;
@@ -422,7 +545,7 @@ static void handle_put_start(kvs_master_t *m, const td_msg_t *msg)
     for (uint32_t s = 0; s < put.segment_count; s++) {
         put_order(m, &put, s, keys, blocks, numbers);
     }
-    count_keys(m);
+    kvs_master_count_keys(m);
 done:
     td_free(of);
     td_free(refused);
@@ -455,6 +578,9 @@ static void one_done(kvs_master_t *m, kvs_order_t *order, const td_msg_blocks_t 
     if (done->statuses[i] == TD_OK) {
         kvs_index_stored(m->index, r, &order->storing, done->blocks[i], done->epochs[i],
                          done->checksums[i]);
+        if (e->pin != KVS_PIN_NONE) { /* while it was on its way */
+            send_pins(m, order->segment, e->pin, &done->keys[i], 1);
+        }
         td_metric_add(order->is_promotion ? m->promoted
                       : order->is_copy    ? m->copied
                                           : m->stored,
@@ -516,6 +642,9 @@ void kvs_master_copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
     kvs_order_t *order = NULL;
     uint32_t count = 0;
 
+    if (!kvs_master_leads(m)) {
+        return;
+    }
     for (uint32_t i = 0; i < found->count && count < KVS_COPY_BLOCKS_MAX; i++) {
         const kvs_entry_t *e = kvs_index_find(m->index, &keys[i]);
         if (e == NULL || !kvs_index_is_hot(m->index, e) ||
@@ -556,8 +685,9 @@ void kvs_master_copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
                                      .blocks = blocks,
                                      .epochs = numbers[0],
                                      .checksums = numbers[1]};
-    if (count == 0 || td_bus_send(m->bus, m->segments[dest].id, &msg) != TD_OK) {
-        kvs_order_revoke(m, order, false);
+    if (count == 0 || !kvs_master_leads(m) ||
+        td_bus_send(m->bus, m->segments[dest].id, &msg) != TD_OK) {
+        kvs_order_revoke(m, order, true);
     }
 }
 
@@ -569,7 +699,7 @@ static void drop_cooled(kvs_master_t *m)
         if (segment == KVS_NONE) {
             return;
         }
-        send_evict(m, segment, TD_MSG_EVICT_DROP, &key, 1);
+        (void)send_evict(m, segment, TD_MSG_EVICT_DROP, &key, 1);
         td_metric_add(m->cooled, 1);
     }
 }
@@ -581,14 +711,17 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
     kvs_entry_t *e = kvs_index_find(m->index, key);
     const uint32_t cold = kvs_cold_find(m->cold, key);
     bool left = true;
+    bool sent = true;
 
+    if (!kvs_master_leads(m) || !kvs_master_is_complete(m)) {
+        return TD_ERR_BUSY; /* a segment may still tell of it */
+    }
     if (e == NULL && cold == KVS_NONE) {
         return TD_ERR_NOT_FOUND;
     }
     if (e == NULL) {
         kvs_cold_remove(m->cold, key, cold);
-        send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1);
-        return TD_OK;
+        return send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1) ? TD_OK : TD_ERR_BUSY;
     }
     if (e->storing > 0) {
         return TD_INPROGRESS;
@@ -600,24 +733,47 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
         kvs_replica_t *r = &m->index->replicas[e->first];
         const uint32_t segment = r->segment;
         left = kvs_index_drop(m->index, r, NULL);
-        send_evict(m, segment, TD_MSG_EVICT_REMOVE, key, 1);
+        sent = send_evict(m, segment, TD_MSG_EVICT_REMOVE, key, 1) && sent;
     }
     if (cold != KVS_NONE) {
         kvs_cold_remove(m->cold, key, cold);
-        send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1);
+        sent = send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1) && sent;
     }
-    return TD_OK;
+    return sent ? TD_OK : TD_ERR_BUSY; /* it may come back when its segment is mounted again */
 }
 
 static td_status_t pin_one(kvs_master_t *m, const td_block_key_t *key, kvs_pin_t pin)
 {
     kvs_entry_t *e = kvs_index_find(m->index, key);
 
+    if (!kvs_master_leads(m) || (e == NULL && !kvs_master_is_complete(m))) {
+        return TD_ERR_BUSY;
+    }
     if (e == NULL) {
         return TD_ERR_NOT_FOUND;
     }
     kvs_index_pin(m->index, e, pin, td_now_ns());
     return TD_OK;
+}
+
+/* Tells every segment which of the keys that were pinned (or freed) it has. */
+static void spread_pins(kvs_master_t *m, const td_msg_blocks_t *ask, const td_status_t *statuses)
+{
+    td_block_key_t *keys = td_calloc(ask->count, sizeof(*keys));
+
+    for (uint32_t s = 0; keys != NULL && s < KVS_SEGMENTS_MAX; s++) {
+        uint32_t count = 0;
+        for (uint32_t i = 0; m->segments[s].id[0] != '\0' && i < ask->count; i++) {
+            const kvs_entry_t *e =
+                statuses[i] == TD_OK ? kvs_index_find(m->index, &ask->keys[i]) : NULL;
+            const kvs_replica_t *r = e == NULL ? NULL : kvs_index_on(m->index, e, s);
+            if (r != NULL && r->state == KVS_READY) {
+                keys[count++] = ask->keys[i];
+            }
+        }
+        send_pins(m, s, (kvs_pin_t)ask->pin, keys, count);
+    }
+    td_free(keys);
 }
 
 /* StorePin and StoreRemove: one answer for each key. */
@@ -634,9 +790,12 @@ static void handle_change(kvs_master_t *m, const td_msg_t *msg)
                           ? remove_one(m, &ask->keys[i])
                           : pin_one(m, &ask->keys[i], (kvs_pin_t)ask->pin);
     }
+    if (msg->type == TD_MSG_STORE_PIN) {
+        spread_pins(m, ask, statuses);
+    }
     send_results(m, TD_MSG_STORE_RESULT, msg->sender_id, ask->request, ask->keys, statuses,
                  ask->count);
-    count_keys(m);
+    kvs_master_count_keys(m);
     td_free(statuses);
 }
 
@@ -666,10 +825,10 @@ bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
     }
 }
 
-void kvs_master_tick(kvs_master_t *m)
+/* Orders that are overdue, segments that must hear from us. While we do not lead that waits: a key
+ * that is revoked here and not at its segment would be known to nobody. */
+static void tick_orders(kvs_master_t *m, uint64_t now)
 {
-    uint64_t now = td_now_ns();
-
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && now >= m->orders[i].deadline_ns) {
             if (m->orders[i].is_promotion) {
@@ -684,15 +843,29 @@ void kvs_master_tick(kvs_master_t *m)
         }
     }
     for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
-        if (m->segments[i].id[0] != '\0' && !m->segments[i].told) {
-            tell_mounted(m, &m->segments[i]);
+        kvs_segment_info_t *s = &m->segments[i];
+        if (s->id[0] != '\0' && s->must_mount) {
+            segment_forget(m, i);
+            begin_mounting(m, s);
+        } else if (s->id[0] != '\0' && !s->told) {
+            tell_mounted(m, s);
         }
+    }
+    drop_cooled(m);
+}
+
+void kvs_master_tick(kvs_master_t *m)
+{
+    const uint64_t now = td_now_ns();
+
+    if (kvs_master_leads(m)) {
+        tick_orders(m, now);
     }
     kvs_master_look_at_held(m, now);
     if (now - m->served_ns >= TD_NS_PER_S) {
         m->served_ns = now;
         kvs_index_forget_half_served(m->index);
     }
-    drop_cooled(m);
-    count_keys(m);
+    td_metric_set(m->telling, kvs_master_leads(m) ? count_telling(m) : 0);
+    kvs_master_count_keys(m);
 }

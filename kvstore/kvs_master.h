@@ -8,6 +8,7 @@
 
 #include "common/base/td_metrics.h"
 #include "common/base/td_status.h"
+#include "common/coord/td_coord.h"
 #include "common/wire/td_bus.h"
 #include "kvstore/kvs_index.h"
 
@@ -21,11 +22,19 @@
 
 typedef struct kvs_master kvs_master_t;
 
-/** Units: keys_max: entries of the index, all memory taken here.
+/** A standby, until kvs_master_lead(): it answers lookups from what it knows, and is busy for all
+ * else. coord is borrowed; each order asks it whether we still lead.
+ * Units: keys_max: entries of the index, all memory taken here.
  * Errors: as kvs_index_create(). */
 TD_MUST_CHECK td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t keys_max,
-                                            const kvs_policy_t *policy, uint64_t term,
+                                            const kvs_policy_t *policy, const td_coord_t *coord,
                                             kvs_master_t **out);
+/** A new term has begun: mounts every segment, which then tell what they hold. */
+void kvs_master_lead(kvs_master_t *master, uint64_t term);
+/** The term is over for certain. What is known still answers lookups, as hints. */
+void kvs_master_follow(kvs_master_t *master);
+/** Has every segment told all it holds? */
+bool kvs_master_is_complete(const kvs_master_t *master);
 void kvs_master_destroy(kvs_master_t *master);
 void kvs_master_segment_up(kvs_master_t *master, const char *id, uint64_t incarnation,
                            uint32_t block_count);

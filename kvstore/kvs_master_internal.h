@@ -8,12 +8,20 @@
 #include "kvstore/kvs_cold.h"
 #include "kvstore/kvs_master.h"
 
+#define KVS_TAKEN_MAX 64u /* keys; past it the segment is mounted again */
+
 typedef struct segment {
-    bool told;                        /* that it is mounted */
+    bool told;       /* that it is mounted */
+    bool telling;    /* what it holds in memory is not all known yet */
+    bool must_mount; /* it may hold what nobody here knows of: an order did not reach it */
+    uint64_t mounted_ns;
+    uint32_t taken_count; /* keys ordered away since, while it is telling: a manifest that was sent
+                           * before the order may still name them */
+    td_block_key_t taken[KVS_TAKEN_MAX];
     uint64_t slow_until_ns;           /* its cold tier did not answer: no promotions till then */
     char id[TD_MSG_ID_CHARS_MAX + 1]; /* "" = slot free */
     uint64_t incarnation;
-    uint64_t mount; /* names this mounting, which begins with nothing stored */
+    uint64_t mount; /* names this mounting, which begins with nothing known */
 } kvs_segment_info_t;
 
 /* Blocks that one segment was told to fetch from one writer, or from another segment. */
@@ -40,8 +48,9 @@ typedef struct held {
 } held_t;
 
 struct kvs_master {
-    td_bus_t *bus; /* borrowed */
-    uint64_t term;
+    td_bus_t *bus;           /* borrowed */
+    const td_coord_t *coord; /* borrowed */
+    uint64_t term;           /* 0: of a standby, or a leader that was */
     uint64_t next_order;
     uint64_t served_ns;  /* when reading was last forgotten by half */
     uint32_t copies;     /* under way */
@@ -67,7 +76,18 @@ struct kvs_master {
     td_metric_t *promoted;
     td_metric_t *held_over;
     td_metric_t *held_time_out;
+    td_metric_t *adopted;
+    td_metric_t *telling;
 };
+
+/** May this process give orders now? Whatever it was a moment ago: it may have slept. */
+static inline bool kvs_master_leads(const kvs_master_t *m)
+{
+    return td_coord_leads(m->coord, m->term);
+}
+
+/** Shows how much is known. */
+void kvs_master_count_keys(kvs_master_t *m);
 
 /* --- orders (kvs_master.c)
  * ------------------------------------------------------------------------ */
@@ -76,11 +96,15 @@ struct kvs_master {
 kvs_order_t *kvs_order_new(kvs_master_t *m, uint32_t segment, const char *writer_id,
                            uint64_t writer_incarnation);
 /** Takes back what an order has not finished: the segment drops what it may have stored since, and
- * the writer's pins end. */
-void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_is_gone);
+ * the writer's pins end. segment_knows_nothing: it is gone, never got the order, or gives it up
+ * when it is mounted again. */
+void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_knows_nothing);
 /** Evicts up to `want` replicas of a segment, for space. */
 void kvs_master_evict(kvs_master_t *m, uint32_t segment, uint32_t want);
 void kvs_master_evict_if_full(kvs_master_t *m, uint32_t segment);
+/** Orders keys away that a segment has just told of and the index has no room for. */
+void kvs_master_evict_surplus(kvs_master_t *m, uint32_t segment, const td_block_key_t *keys,
+                              uint32_t count);
 /** Has one segment more fetch those of the keys that are read so often that it helps. */
 void kvs_master_copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
                          const td_block_key_t *keys, const uint32_t *segments);

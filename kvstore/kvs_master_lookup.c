@@ -98,8 +98,9 @@ static void send_gathered(kvs_master_t *m, gathered_t *g)
                                      .mount = m->segments[g->order->segment].mount,
                                      .count = g->count,
                                      .keys = g->keys};
-    if (g->count == 0 || td_bus_send(m->bus, m->segments[g->order->segment].id, &msg) != TD_OK) {
-        kvs_order_revoke(m, g->order, false);
+    if (g->count == 0 || !kvs_master_leads(m) ||
+        td_bus_send(m->bus, m->segments[g->order->segment].id, &msg) != TD_OK) {
+        kvs_order_revoke(m, g->order, true);
     }
     *g = (gathered_t){0};
 }
@@ -290,7 +291,7 @@ void kvs_master_handle_lookup(kvs_master_t *m, const td_msg_t *msg)
     const td_msg_blocks_t *ask = &msg->u.blocks;
     uint32_t seen = count_readable(m, ask->keys, 0, ask->count);
 
-    if (seen < ask->count && kvs_cold_count(m->cold) > 0) {
+    if (seen < ask->count && kvs_cold_count(m->cold) > 0 && kvs_master_leads(m)) {
         lease(m, ask->keys, ask->count);
         promote(m, ask->keys, ask->count);
         seen = count_readable(m, ask->keys, 0, ask->count);
@@ -301,7 +302,63 @@ void kvs_master_handle_lookup(kvs_master_t *m, const td_msg_t *msg)
     answer(m, msg->sender_id, ask->request, ask->keys, ask->count);
 }
 
-/* --- what segments tell of their cold tiers --------------------------------------------------- */
+/* --- what segments tell ----------------------------------------------------------------------- */
+
+static bool was_taken(const kvs_segment_info_t *s, const td_block_key_t *key)
+{
+    for (uint32_t i = 0; i < s->taken_count; i++) {
+        if (td_block_key_equal(&s->taken[i], key)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* A block of a segment's memory. Readers that another leader told of it may still be at it: it
+ * counts as leased from the mounting on. False: there is no room for it. */
+static bool adopt_one(kvs_master_t *m, uint32_t segment, const td_msg_blocks_t *told, uint32_t i)
+{
+    const kvs_segment_info_t *s = &m->segments[segment];
+    const uint64_t until_ns = s->mounted_ns + m->index->policy.lease_ms * TD_NS_PER_MS;
+    kvs_entry_t *e = NULL;
+    td_status_t status = TD_OK;
+
+    if (was_taken(s, &told->keys[i])) {
+        return true;
+    }
+    status = kvs_index_adopt(m->index, &told->keys[i], segment, told->blocks[i], told->epochs[i],
+                             told->checksums[i], &e);
+    if (status == TD_OK) {
+        e->lease_until_ns = TD_MAX(e->lease_until_ns, until_ns);
+        td_metric_add(m->adopted, 1);
+        if (told->pins != NULL && told->pins[i] > e->pin) {
+            kvs_index_pin(m->index, e, (kvs_pin_t)told->pins[i], td_now_ns());
+        }
+    }
+    return status != TD_ERR_BUSY;
+}
+
+static void adopt(kvs_master_t *m, uint32_t segment, const td_msg_blocks_t *told)
+{
+    kvs_segment_info_t *s = &m->segments[segment];
+    td_block_key_t surplus[TD_MSG_MANIFEST_KEYS_MAX];
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < told->count; i++) {
+        if (!adopt_one(m, segment, told, i)) {
+            surplus[count++] = told->keys[i];
+        }
+    }
+    kvs_master_evict_surplus(m, segment, surplus, count); /* or nobody would ever know of them */
+    if (told->is_last) {
+        TD_LOG_INFO("segment has told all", "segment=%s keys=%u took_ms=%llu", s->id,
+                    m->index->shares[segment].used,
+                    (unsigned long long)((td_now_ns() - s->mounted_ns) / TD_NS_PER_MS));
+        s->telling = false;
+        s->taken_count = 0;
+    }
+    kvs_master_count_keys(m);
+}
 
 void kvs_master_handle_manifest(kvs_master_t *m, const td_msg_t *msg)
 {
@@ -312,6 +369,10 @@ void kvs_master_handle_manifest(kvs_master_t *m, const td_msg_t *msg)
         if (s->id[0] == '\0' || s->incarnation != msg->sender_incarnation ||
             s->mount != told->mount || told->term != m->term) {
             continue;
+        }
+        if (told->how == TD_MSG_MANIFEST_MEMORY) {
+            adopt(m, segment, told);
+            return;
         }
         if (told->how == TD_MSG_MANIFEST_RESET) {
             kvs_cold_forget(m->cold, segment);
@@ -324,5 +385,5 @@ void kvs_master_handle_manifest(kvs_master_t *m, const td_msg_t *msg)
             }
         }
     }
-    td_metric_set(m->cold_keys, kvs_cold_count(m->cold));
+    kvs_master_count_keys(m);
 }

@@ -7,6 +7,7 @@
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
 #include "common/node/td_verify.h"
+#include "kvstore/kvs_segment_manifest.h"
 #include "kvstore/kvs_segment_tier.h"
 
 typedef struct store_order { /* one StoreOrder on its way into our blocks */
@@ -30,20 +31,22 @@ typedef struct store_order { /* one StoreOrder on its way into our blocks */
 } store_order_t;
 
 struct kvs_segment {
-    td_bus_t *bus;            /* borrowed */
-    td_transfer_t *transfer;  /* borrowed */
-    td_pool_t *pool;          /* owned */
-    td_verify_t *verify;      /* owned: hashes what was fetched */
-    kvs_segment_tier_t *cold; /* owned; NULL: no cold tier */
-    td_ring_t *inbox;         /* owned: store_order_t that were fetched or hashed */
-    uint64_t term;            /* the newest seen: orders of an older leader are refused */
-    uint64_t mount;           /* of that leader: another one knows nothing of what is stored */
+    td_bus_t *bus;                    /* borrowed */
+    td_transfer_t *transfer;          /* borrowed */
+    td_pool_t *pool;                  /* owned */
+    td_verify_t *verify;              /* owned: hashes what was fetched */
+    kvs_segment_tier_t *cold;         /* owned; NULL: no cold tier */
+    kvs_segment_manifest_t *manifest; /* owned */
+    td_ring_t *inbox;                 /* owned: store_order_t that were fetched or hashed */
+    uint64_t term;                    /* the newest seen: orders of an older leader are refused */
+    uint64_t mount; /* of that leader: another one knows nothing of what is stored */
     uint32_t fetching;
     uint32_t waiting_count;
     store_order_t *active;  /* list: being fetched or hashed */
     store_order_t *waiting; /* list, oldest first */
     td_metric_t *states[5];
     td_metric_t *corrupt;
+    td_metric_t *refused;
 };
 
 td_status_t kvs_segment_create(td_bus_t *bus, td_transfer_t *transfer, td_metrics_t *metrics,
@@ -66,6 +69,9 @@ td_status_t kvs_segment_create(td_bus_t *bus, td_transfer_t *transfer, td_metric
     if (status == TD_OK) {
         status = td_pool_create(td_transfer_memory(transfer), block_count, block_bytes, &s->pool);
     }
+    if (status == TD_OK) {
+        status = kvs_segment_manifest_create(bus, s->pool, &s->manifest);
+    }
     if (status != TD_OK) {
         kvs_segment_destroy(s);
         return status;
@@ -77,13 +83,15 @@ td_status_t kvs_segment_create(td_bus_t *bus, td_transfer_t *transfer, td_metric
     }
     s->corrupt = td_metrics_counter(metrics, "tandem_kvstore_checksum_failures_total", NULL,
                                     "fetched blocks whose bytes were not the named ones");
+    s->refused = td_metrics_counter(metrics, "tandem_kvstore_old_orders_refused_total", NULL,
+                                    "orders of a leader whose term is over");
     *out = s;
     return TD_OK;
 }
 
 td_status_t kvs_segment_open_tier(kvs_segment_t *s, const kvs_tier_config_t *config)
 {
-    return kvs_segment_tier_create(s->bus, s->pool, config, &s->cold);
+    return kvs_segment_tier_create(s->bus, s->pool, s->manifest, config, &s->cold);
 }
 
 static void order_free(store_order_t *o)
@@ -128,6 +136,7 @@ void kvs_segment_destroy(kvs_segment_t *s)
             td_pool_unref(s->pool, i);
         }
     }
+    kvs_segment_manifest_destroy(s->manifest);
     td_pool_destroy(s->pool);
     td_free(s);
 }
@@ -238,6 +247,11 @@ static void order_finish(kvs_segment_t *s, store_order_t *o, td_status_t fetched
             o->blocks[i] = 0;
         }
     }
+    for (uint32_t i = o->count; i > 0; i--) {
+        if (o->statuses[i - 1] == TD_OK) {
+            kvs_segment_manifest_stored(s->manifest, o->blocks[i - 1]);
+        }
+    }
     send_done(s, o);
     order_free(o);
 }
@@ -339,25 +353,26 @@ static void block_demote(kvs_segment_t *s, uint32_t idx)
     }
 }
 
-/* Is an order of the leader? Its first one after it has mounted us (again) finds nothing stored:
- * its index begins empty, so what is here would stay for ever. */
+/* Is an order of the leader? With its first one after it has mounted us (again) it knows nothing of
+ * what is stored: all that is readable is told, so that nothing stays here that nobody knows of.
+ * What is on its way in is given up: nobody waits for it any more. */
 static bool leader_accepted(kvs_segment_t *s, const td_msg_t *msg)
 {
     const td_msg_blocks_t *m = &msg->u.blocks;
 
     if (m->term < s->term) {
+        TD_LOG_WARN("order of an old leader refused", "type=%d from=%s term=%llu newest=%llu",
+                    (int)msg->type, msg->sender_id, (unsigned long long)m->term,
+                    (unsigned long long)s->term);
+        td_metric_add(s->refused, 1);
         return false;
     }
     if (m->term != s->term || m->mount != s->mount) {
         orders_drop(s->active, NULL);
         orders_drop(s->waiting, NULL);
-        for (uint32_t i = 0; i < td_pool_counts(s->pool).total; i++) {
-            if (td_pool_is_indexed(s->pool, i)) {
-                block_demote(s, i);
-            }
-        }
         s->term = m->term;
         s->mount = m->mount;
+        kvs_segment_manifest_mounted(s->manifest, msg->sender_id, m->term, m->mount);
         if (s->cold != NULL) {
             kvs_segment_tier_cancel(s->cold, NULL);
             kvs_segment_tier_mounted(s->cold, msg->sender_id, m->term, m->mount);
@@ -372,8 +387,6 @@ static void handle_store_order(kvs_segment_t *s, const td_msg_t *msg)
     store_order_t **link = &s->waiting;
 
     if (!leader_accepted(s, msg)) {
-        TD_LOG_WARN("store order of an old leader refused", "term=%llu newest=%llu",
-                    (unsigned long long)msg->u.blocks.term, (unsigned long long)s->term);
         return;
     }
     if (msg->u.blocks.count > TD_TRANSFER_PIECES_MAX || s->waiting_count >= KVS_WAITING_MAX) {
@@ -430,6 +443,16 @@ bool kvs_segment_handle(kvs_segment_t *s, const td_msg_t *msg)
         (void)leader_accepted(s, msg);
         return true;
     }
+    if (msg->type == TD_MSG_PIN_ORDER) {
+        const bool accepted = leader_accepted(s, msg);
+        for (uint32_t i = 0; accepted && i < msg->u.blocks.count; i++) {
+            const uint32_t idx = td_pool_find(s->pool, &msg->u.blocks.keys[i]);
+            if (idx != TD_POOL_NONE) {
+                kvs_segment_manifest_pin(s->manifest, idx, msg->u.blocks.pin);
+            }
+        }
+        return true;
+    }
     if (msg->type == TD_MSG_PROMOTE_ORDER) {
         if (leader_accepted(s, msg) && s->cold != NULL) {
             kvs_segment_tier_promote(s->cold, msg);
@@ -482,6 +505,12 @@ void kvs_segment_completions(kvs_segment_t *s)
     if (s->cold != NULL) {
         kvs_segment_tier_turn(s->cold);
     }
+    kvs_segment_manifest_turn(s->manifest);
+}
+
+uint32_t kvs_segment_wait_ms(const kvs_segment_t *s, uint32_t most_ms)
+{
+    return kvs_segment_manifest_is_telling(s->manifest) ? TD_MIN(most_ms, 1u) : most_ms;
 }
 
 void kvs_segment_tick(kvs_segment_t *s)

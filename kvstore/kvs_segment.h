@@ -32,4 +32,6 @@ bool kvs_segment_handle(kvs_segment_t *segment, const td_msg_t *msg);
 int kvs_segment_fd(const kvs_segment_t *segment);
 int kvs_segment_cold_fd(const kvs_segment_t *segment);
 void kvs_segment_completions(kvs_segment_t *segment);
+/** How long the loop may sleep: most_ms, or less while a leader is being told what is here. */
+uint32_t kvs_segment_wait_ms(const kvs_segment_t *segment, uint32_t most_ms);
 void kvs_segment_tick(kvs_segment_t *segment);

@@ -30,6 +30,7 @@ typedef struct promotion { /* one PromoteOrder */
 struct kvs_segment_tier {
     td_bus_t *bus;                        /* borrowed */
     td_pool_t *pool;                      /* borrowed */
+    kvs_segment_manifest_t *manifest;     /* borrowed */
     kvs_tier_t *tier;                     /* owned */
     char master[TD_MSG_ID_CHARS_MAX + 1]; /* "" = not mounted yet */
     uint64_t term;
@@ -59,8 +60,9 @@ struct kvs_segment_tier {
     uint64_t tell_hashes[TD_MSG_MANIFEST_KEYS_MAX];
 };
 
-td_status_t kvs_segment_tier_create(td_bus_t *bus, td_pool_t *pool, const kvs_tier_config_t *config,
-                                    kvs_segment_tier_t **out)
+td_status_t kvs_segment_tier_create(td_bus_t *bus, td_pool_t *pool,
+                                    kvs_segment_manifest_t *manifest,
+                                    const kvs_tier_config_t *config, kvs_segment_tier_t **out)
 {
     kvs_segment_tier_t *t = td_calloc(1, sizeof(*t));
     td_status_t status = TD_ERR_NO_MEMORY;
@@ -70,6 +72,7 @@ td_status_t kvs_segment_tier_create(td_bus_t *bus, td_pool_t *pool, const kvs_ti
     }
     t->bus = bus;
     t->pool = pool;
+    t->manifest = manifest;
     t->demotions_max = td_pool_counts(pool).total;
     t->demotions = td_calloc(t->demotions_max, sizeof(*t->demotions));
     if (t->demotions != NULL) {
@@ -399,6 +402,8 @@ static td_status_t keep(kvs_segment_tier_t *t, const kvs_tier_done_t *done)
     status = td_pool_index(t->pool, idx, &done->key, done->hash);
     if (status != TD_OK) {
         td_pool_unref(t->pool, idx);
+    } else {
+        kvs_segment_manifest_stored(t->manifest, idx);
     }
     return status == TD_ERR_EXISTS ? TD_OK : status; /* stored by a writer meanwhile */
 }

@@ -10,6 +10,7 @@
 #include "common/base/td_status.h"
 #include "common/kv/td_pool.h"
 #include "common/wire/td_bus.h"
+#include "kvstore/kvs_segment_manifest.h"
 #include "kvstore/kvs_tier.h"
 
 #define KVS_PROMOTE_BLOCKS_MAX 16u /* of one order */
@@ -18,8 +19,9 @@
 
 typedef struct kvs_segment_tier kvs_segment_tier_t;
 
-/** Errors: as kvs_tier_create(). bus and pool are borrowed until destroy. */
+/** Errors: as kvs_tier_create(). bus, pool and manifest are borrowed until destroy. */
 TD_MUST_CHECK td_status_t kvs_segment_tier_create(td_bus_t *bus, td_pool_t *pool,
+                                                  kvs_segment_manifest_t *manifest,
                                                   const kvs_tier_config_t *config,
                                                   kvs_segment_tier_t **out);
 /** Before the pool. NULL is allowed. */

@@ -1,11 +1,13 @@
-/* tandem-kvstore: master, segment, or both. The master is the one process whose role says so
- * (embedded coordination: the router tells everybody which it is). */
+/* tandem-kvstore: master, segment, or both. Of the processes that may be the master, the one that
+ * coordination names is it (common/coord); without etcd there is but one. It tells the router, and
+ * the router everybody. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
+#include "common/coord/td_coord_options.h"
 #include "common/transfer/td_transfer.h"
 #include "common/wire/td_member.h"
 #include "common/wire/td_proc.h"
@@ -15,20 +17,27 @@
 
 #define TICK_MS 100u
 #define MESSAGES_PER_TICK 256u
+#define RESIGN_MS 1000u /* at the end: then a successor has to wait for the lease's */
 
 typedef struct app {
     td_proc_t proc;
     td_member_t *member;
     td_transfer_t *transfer;
+    td_coord_t *coord;      /* NULL: role segment */
     kvs_master_t *master;   /* NULL: role segment */
+    uint64_t term;          /* that the master has, 0 = standby */
+    uint64_t announced;     /* the term that the others know us by as the master, 0 = none */
+    uint64_t highest;       /* term of anybody that was heard of */
     kvs_segment_t *segment; /* NULL until the router has told the block size; role master */
     bool is_segment;
     uint32_t block_count;
+    uint32_t block_bytes;
     td_block_key_t probe; /* proves the secret */
 } app_t;
 
 static const td_option_t options[] = {
     TD_PROC_OPTIONS,
+    TD_COORD_OPTIONS,
     {"router", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the router"},
     {"role", TD_OPTION_CHOICE, "both", "what this process is", 0, 0, "both|master|segment"},
     {"capacity", TD_OPTION_BYTES, "512M", "memory donated to the store", 1 << 20, 1ull << 46},
@@ -84,7 +93,8 @@ static void self_describe(const app_t *app, td_msg_register_t *self)
     self->self.role = TD_ROLE_KVSTORE;
     self->self.endpoint = td_bus_endpoint(app->proc.bus);
     /* Not before its memory is there: peers learn a process once in its life, region included. */
-    self->self.store_master = app->master != NULL && (!app->is_segment || app->transfer != NULL);
+    self->self.store_master = app->announced != 0 && (!app->is_segment || app->transfer != NULL);
+    self->self.store_term = app->announced;
     self->http = td_statusd_address(app->proc.statusd);
     self->numerics_class = "";
     self->version = TD_VERSION;
@@ -97,8 +107,82 @@ static void self_describe(const app_t *app, td_msg_register_t *self)
                             &r->base);
         r->ucx_address.at = address;
         r->ucx_rkey.at = rkey;
+        r->block_count = app->block_count;
+        r->block_bytes = app->block_bytes;
     }
 }
+
+static void announce(app_t *app)
+{
+    td_msg_register_t self;
+
+    self_describe(app, &self);
+    if (td_member_update(app->member, &self) != TD_OK) {
+        TD_LOG_WARN("change not announced", "announced_term=%llu",
+                    (unsigned long long)app->announced);
+    }
+}
+
+/* --- leadership ------------------------------------------------------------------------------- */
+
+/* A master whose term is over goes on answering lookups, so the others know it as the master until
+ * they know a later one. */
+static uint64_t term_to_announce(const app_t *app)
+{
+    const td_member_peer_t *known =
+        app->member == NULL ? NULL : td_member_store_master(app->member);
+
+    if (app->term != 0) {
+        return app->term;
+    }
+    return known != NULL && known->store_term > app->announced ? 0 : app->announced;
+}
+
+/* Segments refuse terms below one that they have seen. */
+static void check_term(app_t *app, uint64_t term)
+{
+    const td_member_peer_t *known =
+        app->member == NULL ? NULL : td_member_store_master(app->member);
+
+    if (known != NULL) {
+        app->highest = TD_MAX(app->highest, known->store_term);
+    }
+    if (term != 0 && term < app->highest && term != app->term) {
+        TD_LOG_ERROR("term below an earlier one: etcd has lost its data",
+                     "term=%llu earlier=%llu expected=\"a restart of the stores\"",
+                     (unsigned long long)term, (unsigned long long)app->highest);
+    }
+    app->highest = TD_MAX(app->highest, term);
+}
+
+static void follow_coord(app_t *app)
+{
+    uint64_t term = 0;
+    uint64_t announced = 0;
+
+    td_coord_tick(app->coord);
+    term = td_coord_term(app->coord);
+    check_term(app, term);
+    if (term != app->term) {
+        app->term = term;
+        if (term != 0) {
+            kvs_master_lead(app->master, term);
+        } else {
+            kvs_master_follow(app->master);
+        }
+    }
+    announced = term_to_announce(app);
+    if (announced != app->announced) {
+        TD_LOG_INFO(announced != 0 ? "store master" : "standby", "term=%llu",
+                    (unsigned long long)announced);
+        app->announced = announced;
+        if (app->member != NULL) {
+            announce(app);
+        }
+    }
+}
+
+/* --- segment ---------------------------------------------------------------------------------- */
 
 static td_status_t open_tier(app_t *app, uint32_t block_bytes)
 {
@@ -119,7 +203,6 @@ static td_status_t open_segment(app_t *app, uint32_t block_bytes)
     td_transfer_config_t config = {.incarnation = td_bus_incarnation(app->proc.bus),
                                    .metrics = app->proc.metrics,
                                    .name_prefix = "tandem_kvstore"};
-    td_msg_register_t self;
 
     config.block_count = (uint32_t)TD_MIN(capacity / block_bytes, (uint64_t)TD_POOL_BLOCKS_MAX);
     config.block_bytes = block_bytes;
@@ -131,14 +214,15 @@ static td_status_t open_segment(app_t *app, uint32_t block_bytes)
     TD_LOG_INFO("segment memory", "blocks=%u block_bytes=%u", config.block_count, block_bytes);
     TD_TRY(td_transfer_create(&config, &app->transfer));
     app->block_count = config.block_count;
+    app->block_bytes = block_bytes;
     TD_TRY(kvs_segment_create(app->proc.bus, app->transfer, app->proc.metrics, config.block_count,
                               block_bytes, &app->segment));
     TD_TRY(open_tier(app, block_bytes));
-    self_describe(app, &self);
-    self.self.region.block_count = config.block_count;
-    self.self.region.block_bytes = block_bytes;
-    return td_member_update(app->member, &self);
+    announce(app);
+    return TD_OK;
 }
+
+/* --- membership ------------------------------------------------------------------------------- */
 
 static void on_registered(void *ctx, const td_msg_registered_t *info)
 {
@@ -147,6 +231,9 @@ static void on_registered(void *ctx, const td_msg_registered_t *info)
         open_segment(app, info->block_bytes) != TD_OK) {
         TD_LOG_ERROR("segment not opened", "block_bytes=%u", info->block_bytes);
         exit(1);
+    }
+    if (app->coord != NULL) {
+        td_coord_campaign(app->coord); /* whom the router does not know, nobody could ask */
     }
 }
 
@@ -188,7 +275,12 @@ static void on_fenced(void *ctx, uint64_t incarnation)
     if (app->transfer != NULL) {
         td_transfer_set_incarnation(app->transfer, incarnation);
     }
+    if (app->coord != NULL) {
+        td_coord_resign(app->coord); /* until it knows us again */
+    }
 }
+
+/* --- loop ------------------------------------------------------------------------------------- */
 
 static void drain_messages(app_t *app)
 {
@@ -213,28 +305,35 @@ static void run(app_t *app)
 {
     td_msg_heartbeat_t load = {0};
     for (;;) {
-        int fds[3] = {app->proc.signal_fd, 0, 0};
-        bool readable[3] = {false, false, false};
+        int fds[4] = {app->proc.signal_fd};
+        bool readable[4] = {false};
         uint32_t count = 1;
+        uint32_t wait_ms = TICK_MS;
         if (app->segment != NULL) {
             fds[count++] = kvs_segment_fd(app->segment);
             if (kvs_segment_cold_fd(app->segment) >= 0) {
                 fds[count++] = kvs_segment_cold_fd(app->segment);
             }
+            wait_ms = kvs_segment_wait_ms(app->segment, wait_ms);
         }
-        td_bus_wait(app->proc.bus, fds, count,
-                    app->master != NULL ? kvs_master_wait_ms(app->master, TICK_MS) : TICK_MS,
-                    readable);
+        if (app->coord != NULL) {
+            if (td_coord_fd(app->coord) >= 0) {
+                fds[count++] = td_coord_fd(app->coord);
+            }
+            wait_ms = td_coord_wait_ms(app->coord, kvs_master_wait_ms(app->master, wait_ms));
+        }
+        td_bus_wait(app->proc.bus, fds, count, wait_ms, readable);
         if (readable[0]) {
             TD_LOG_INFO("stopping", "why=signal");
             return;
         }
         drain_messages(app);
-        if (count > 1) {
+        if (app->segment != NULL) {
             kvs_segment_completions(app->segment);
             kvs_segment_tick(app->segment);
         }
-        if (app->master != NULL) {
+        if (app->coord != NULL) {
+            follow_coord(app);
             kvs_master_tick(app->master);
         }
         td_member_tick(app->member, &load);
@@ -265,12 +364,16 @@ static td_status_t start(app_t *app)
         return TD_ERR_INVALID;
     }
     if (strcmp(role, "segment") != 0) {
-        /* A later master of this machine has a higher term; with etcd it is the leader key's
-         * revision. */
         const kvs_policy_t policy = read_policy(app->proc.config);
+        TD_TRY(td_coord_open(app->proc.config, "store-master", app->proc.id, app->proc.metrics,
+                             "tandem_kvstore", &app->coord));
         TD_TRY(kvs_master_create(app->proc.bus, app->proc.metrics,
                                  (uint32_t)td_config_u64(app->proc.config, "keys-max"), &policy,
-                                 td_wall_s(), &app->master));
+                                 app->coord, &app->master));
+        if (td_config_text(app->proc.config, "etcd") == NULL) {
+            td_coord_campaign(app->coord); /* nobody to wait for */
+            follow_coord(app);
+        }
     }
     self_describe(app, &self);
     TD_TRY(td_member_create(app->proc.bus, router, &self, &events, &app->member));
@@ -293,9 +396,13 @@ int main(int argc, char **argv)
             run(&app);
         }
     }
+    if (app.coord != NULL) {
+        td_coord_resign_wait(app.coord, RESIGN_MS);
+    }
     td_transfer_destroy(app.transfer);
     kvs_segment_destroy(app.segment);
     kvs_master_destroy(app.master);
+    td_coord_destroy(app.coord);
     td_member_destroy(app.member);
     td_proc_fini(&app.proc);
     return rc;

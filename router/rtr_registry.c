@@ -33,7 +33,8 @@ struct rtr_registry {
     refusal_t refusals[REFUSALS_MAX];
     atomic_uint live[TD_ROLE_KVSTORE + 1]; /* relaxed: counts for other threads to look at */
     td_msg_peer_t peers[TD_MSG_PEERS_MAX]; /* scratch */
-    pthread_mutex_t page_mu;               /* guards page; a leaf */
+    uint32_t slot_of_peer[TD_MSG_PEERS_MAX];
+    pthread_mutex_t page_mu; /* guards page; a leaf */
     td_str_t page;
     td_str_t page_scratch;
 };
@@ -146,7 +147,8 @@ static uint32_t list_peers(rtr_registry_t *reg)
         if (!is_listed(node)) {
             continue;
         }
-        if (node->store_master && master == RTR_PLACE_NONE) {
+        if (node->store_master &&
+            (master == RTR_PLACE_NONE || node->store_term > reg->nodes[master].store_term)) {
             master = i;
         }
         reg->peers[count++] = (td_msg_peer_t){
@@ -160,8 +162,12 @@ static uint32_t list_peers(rtr_registry_t *reg)
                        .base = node->base,
                        .block_count = node->block_count,
                        .block_bytes = node->block_bytes},
-            .store_master = node->store_master && master == i,
+            .store_term = node->store_term,
         };
+        reg->slot_of_peer[count - 1] = i;
+    }
+    for (uint32_t at = 0; at < count; at++) {
+        reg->peers[at].store_master = reg->slot_of_peer[at] == master;
     }
     return count;
 }
@@ -371,6 +377,7 @@ static td_status_t keep_register(rtr_node_t *node, const td_msg_register_t *r)
     node->block_count = r->self.region.block_count;
     node->block_bytes = r->self.region.block_bytes;
     node->store_master = r->self.store_master;
+    node->store_term = r->self.store_term;
     node->context_max = r->context_max;
     node->seen_ns = td_now_ns();
     node->peers_version = 0;

@@ -28,6 +28,7 @@ typedef struct rtr_node {
     uint32_t block_count;
     uint32_t block_bytes;
     bool store_master;
+    uint64_t store_term; /* of several masters the one with the highest is named */
     uint32_t context_max;
     td_msg_heartbeat_t beat;
     uint64_t seen_ns;       /* last heartbeat or registration */

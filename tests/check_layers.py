@@ -20,6 +20,7 @@ COMMON = {
     "common/kv": ("common/base",),
     "common/model": ("common/base", "common/kv"),
     "common/spec": ("common/base", "common/kv"),
+    "common/coord": ("common/base",),
     "common/node": ("common",),
 }
 

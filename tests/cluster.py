@@ -156,7 +156,7 @@ class Cluster:
     def __init__(self, bin="build/test/bin", prefill=1, decode=1, kvstore=1, router_args=(),
                  prefill_args=(), decode_args=(), kvstore_args=(), args_of=None, env=None,
                  precision=None, kv_codec=None, threads=None, kv_memory=None, model=None,
-                 timeout_s=None, http_timeout_s=None):
+                 timeout_s=None, http_timeout_s=None, etcd=False):
         sanitized = "san-" in os.fspath(bin)
         self.timeout_s = timeout_s or (240 if sanitized else 60)
         self.http_timeout_s = http_timeout_s or (300 if sanitized else 60)
@@ -171,6 +171,8 @@ class Cluster:
                               ("--model", model)):
             if value is not None:
                 self.command += [option, str(value)]
+        if etcd:
+            self.command.append("--etcd")
         for kind, args in (("prefill", prefill_args), ("decode", decode_args),
                            ("kvstore", kvstore_args)):
             if args:
@@ -256,20 +258,31 @@ class Cluster:
 
     def restart(self, process_id, sig=signal.SIGKILL):
         """Ends a process and starts it again in place: same id, flags and addresses."""
+        self.start(process_id, self.end(process_id, sig))
+
+    def end(self, process_id, sig=signal.SIGKILL):
+        """Ends a process; returns the command that start() takes."""
         entry = self.processes[process_id]
-        ready = os.path.join(self.run_dir, f"{process_id}.ready")
         with open(f"/proc/{entry['pid']}/cmdline", encoding="utf-8") as file:
             command = file.read().split("\0")[:-1]
-        with open(ready, encoding="utf-8") as file:
-            http_address, bus_endpoint = file.read().split()
-        command[command.index("--http") + 1] = http_address
-        command[command.index("--listen") + 1] = bus_endpoint
+        if process_id != "etcd":
+            with open(os.path.join(self.run_dir, f"{process_id}.ready"), encoding="utf-8") as file:
+                http_address, bus_endpoint = file.read().split()
+            command[command.index("--http") + 1] = http_address
+            command[command.index("--listen") + 1] = bus_endpoint
         self.kill(process_id, sig)
         # A leader may be a zombie while its threads still end, and hold the ports.
         tasks = f"/proc/{entry['pid']}/task/*"
         wait_until(lambda: not self.alive(process_id) and len(glob.glob(tasks)) < 2, 20,
                    f"{process_id} has ended")
-        os.remove(ready)
+        return command
+
+    def start(self, process_id, command):
+        """Starts what end() has ended: same id, flags and addresses."""
+        entry = self.processes[process_id]
+        ready = os.path.join(self.run_dir, f"{process_id}.ready")
+        if os.path.exists(ready):
+            os.remove(ready)
         with open(entry["log"], "ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                        env=self.env, start_new_session=True)
@@ -277,6 +290,8 @@ class Cluster:
         with open(os.path.join(self.run_dir, "cluster.json"), "w", encoding="utf-8") as file:
             entries = ",\n ".join(json.dumps(each) for each in self.processes.values())
             file.write(f"[\n {entries}\n]\n")
+        if process_id == "etcd":
+            return  # whoever asks it tries again
         wait_until(lambda: os.path.exists(ready) and os.path.getsize(ready) > 0, self.timeout_s,
                    f"{process_id} is ready again")
 

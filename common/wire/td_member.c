@@ -206,6 +206,7 @@ static void peer_apply(td_member_t *m, const td_msg_peer_t *p)
     }
     if (known != NULL) {
         known->store_master = p->store_master;
+        known->store_term = p->store_term;
         known->seen = true;
     }
 }
@@ -263,12 +264,16 @@ const td_member_peer_t *td_member_find(const td_member_t *m, const char *id)
 
 const td_member_peer_t *td_member_store_master(const td_member_t *m)
 {
+    const td_member_peer_t *best = NULL;
+
     for (uint32_t i = 0; i < m->peer_count; i++) {
-        if (m->peers[i].role == TD_ROLE_KVSTORE && m->peers[i].store_master) {
-            return &m->peers[i];
+        const td_member_peer_t *p = &m->peers[i];
+        if (p->role == TD_ROLE_KVSTORE && p->store_master &&
+            (best == NULL || p->store_term > best->store_term)) {
+            best = p;
         }
     }
-    return NULL;
+    return best;
 }
 
 bool td_member_is_registered(const td_member_t *m)

@@ -48,9 +48,11 @@ typedef struct td_member_peer {
     td_role_t role;
     uint64_t incarnation;
     bool store_master;
+    uint64_t store_term;
     bool seen; /* in the list being applied */
 } td_member_peer_t;
 const td_member_peer_t *td_member_find(const td_member_t *member, const char *id);
-/** The store's master, or NULL when the cluster has none now. */
+/** The store's master, of several the one with the highest term, or NULL when the cluster has none
+ * now. */
 const td_member_peer_t *td_member_store_master(const td_member_t *member);
 bool td_member_is_registered(const td_member_t *member);

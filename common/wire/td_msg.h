@@ -52,7 +52,8 @@ typedef enum td_msg_type {
     TD_MSG_STORE_RESULT = 49,
     TD_MSG_MOUNT = 50,
     TD_MSG_PROMOTE_ORDER = 51,
-    TD_MSG_STORE_MANIFEST = 52
+    TD_MSG_STORE_MANIFEST = 52,
+    TD_MSG_PIN_ORDER = 53
 } td_msg_type_t;
 
 typedef enum td_role {
@@ -86,6 +87,7 @@ typedef struct td_msg_peer {
     const char *endpoint; /* ZeroMQ */
     td_msg_region_t region;
     bool store_master;
+    uint64_t store_term; /* of a store's master */
 } td_msg_peer_t;
 
 typedef struct td_msg_register {
@@ -265,26 +267,30 @@ typedef enum td_msg_evict {
 typedef enum td_msg_manifest {
     TD_MSG_MANIFEST_HERE = 0,
     TD_MSG_MANIFEST_GONE,
-    TD_MSG_MANIFEST_RESET /* what was told before is void; count may be 0 */
+    TD_MSG_MANIFEST_RESET, /* what was told before is void; count may be 0 */
+    TD_MSG_MANIFEST_MEMORY /* readable in memory: where; count may be 0 */
 } td_msg_manifest_t;
 
 /** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP, STORE_PIN, STORE_REMOVE,
- * STORE_RESULT, MOUNT, PROMOTE_ORDER, STORE_MANIFEST: a list of blocks. Which arrays are there
- * follows from the type; the others are NULL. */
+ * STORE_RESULT, MOUNT, PROMOTE_ORDER, STORE_MANIFEST, PIN_ORDER: a list of blocks. Which arrays are
+ * there follows from the type; the others are NULL. */
 typedef struct td_msg_blocks {
     uint64_t request; /* or order */
     uint64_t term;
-    uint64_t mount;        /* STORE_ORDER, EVICT_ORDER, MOUNT, PROMOTE_ORDER, STORE_MANIFEST */
+    uint64_t mount;        /* of all orders, MOUNT and STORE_MANIFEST */
     const char *writer_id; /* STORE_ORDER */
     uint64_t writer_incarnation;
-    uint32_t pin; /* STORE_PIN */
+    uint32_t pin; /* STORE_PIN, PIN_ORDER */
     uint32_t how; /* EVICT_ORDER: td_msg_evict_t; STORE_MANIFEST: td_msg_manifest_t */
     uint32_t count;
     const td_block_key_t *keys;
     const td_status_t *statuses;
     const uint32_t *blocks;
     const uint64_t *epochs;
-    const uint64_t *checksums; /* STORE_MANIFEST: content hashes; NULL of what is gone */
+    const uint64_t *checksums; /* STORE_MANIFEST: content hashes, NULL of what is gone; MEMORY:
+                                * checksums */
+    const uint32_t *pins;      /* STORE_MANIFEST, MEMORY; NULL: nothing is pinned */
+    bool is_last;              /* STORE_MANIFEST, MEMORY */
 } td_msg_blocks_t;
 
 typedef struct td_msg_lookup_result {

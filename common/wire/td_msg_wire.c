@@ -103,6 +103,7 @@ static void fill_peer(const td_msg_peer_t *peer, PB(Peer) * pb, PB(Region) * reg
     pb->endpoint = pb_text(peer->endpoint);
     pb->region = region;
     pb->store_master = peer->store_master;
+    pb->store_term = peer->store_term;
 }
 
 static void fill_usage(const td_msg_usage_t *usage, PB(Usage) * pb)
@@ -412,6 +413,7 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
     PB(StoreRemove) removal = TANDEM__V1__STORE_REMOVE__INIT;
     PB(Mount) mount = TANDEM__V1__MOUNT__INIT;
     PB(PromoteOrder) promote = TANDEM__V1__PROMOTE_ORDER__INIT;
+    PB(PinOrder) pin_order = TANDEM__V1__PIN_ORDER__INIT;
     PB(StoreManifest) manifest = TANDEM__V1__STORE_MANIFEST__INIT;
     _Static_assert(sizeof(td_status_t) == sizeof(int32_t), "statuses travel as sint32");
 
@@ -489,6 +491,14 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
         env->body_case = TANDEM__V1__ENVELOPE__BODY_MOUNT;
         env->mount = &mount;
         break;
+    case TD_MSG_PIN_ORDER:
+        pin_order.term = m->term;
+        pin_order.mount = m->mount;
+        pin_order.keys = pb_keys(m->keys, m->count);
+        pin_order.pin = (PB(Pin))m->pin;
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_PIN_ORDER;
+        env->pin_order = &pin_order;
+        break;
     case TD_MSG_PROMOTE_ORDER:
         promote.order = m->request;
         promote.term = m->term;
@@ -504,6 +514,12 @@ static td_status_t encode_blocks(const td_msg_t *msg, PB(Envelope) * env, td_str
         manifest.keys = pb_keys(m->keys, m->count);
         if (m->how != TD_MSG_MANIFEST_GONE) {
             PB_ARRAY(manifest, hashes, uint64_t, m->checksums, m->count);
+        }
+        if (m->how == TD_MSG_MANIFEST_MEMORY) {
+            PB_ARRAY(manifest, blocks, uint32_t, m->blocks, m->count);
+            PB_ARRAY(manifest, epochs, uint64_t, m->epochs, m->count);
+            PB_ARRAY(manifest, pins, uint32_t, m->pins, m->count);
+            manifest.is_last = m->is_last;
         }
         env->body_case = TANDEM__V1__ENVELOPE__BODY_STORE_MANIFEST;
         env->store_manifest = &manifest;
@@ -579,6 +595,7 @@ td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out)
     case TD_MSG_STORE_REMOVE:
     case TD_MSG_STORE_RESULT:
     case TD_MSG_MOUNT:
+    case TD_MSG_PIN_ORDER:
     case TD_MSG_PROMOTE_ORDER:
     case TD_MSG_STORE_MANIFEST:
         return encode_blocks(msg, &env, out);
@@ -659,6 +676,7 @@ static td_status_t read_peer(const PB(Peer) * pb, td_msg_peer_t *peer)
     peer->incarnation = pb->incarnation;
     peer->endpoint = pb->endpoint;
     peer->store_master = pb->store_master;
+    peer->store_term = pb->store_term;
     return read_region(pb->region, &peer->region);
 }
 
@@ -895,13 +913,26 @@ static td_status_t read_keys(const ProtobufCBinaryData *keys, td_msg_blocks_t *m
 
 static td_status_t read_manifest(const PB(StoreManifest) * pb, td_msg_blocks_t *m)
 {
-    MUST((uint32_t)pb->change <= TD_MSG_MANIFEST_RESET, "store_manifest: change");
-    if (pb->keys.len > 0 || pb->change != TANDEM__V1__MANIFEST__MANIFEST_RESET) {
+    MUST((uint32_t)pb->change <= TD_MSG_MANIFEST_MEMORY, "store_manifest: change");
+    if (pb->keys.len > 0 || (pb->change != TANDEM__V1__MANIFEST__MANIFEST_RESET &&
+                             pb->change != TANDEM__V1__MANIFEST__MANIFEST_MEMORY)) {
         TD_TRY(read_keys(&pb->keys, m));
     }
     MUST(m->count <= TD_MSG_MANIFEST_KEYS_MAX, "store_manifest: too many keys");
     MUST(pb->n_hashes == (pb->change == TANDEM__V1__MANIFEST__MANIFEST_GONE ? 0 : m->count),
          "store_manifest: array lengths");
+    if (pb->change == TANDEM__V1__MANIFEST__MANIFEST_MEMORY) {
+        MUST(pb->n_blocks == m->count && pb->n_epochs == m->count &&
+                 (pb->n_pins == 0 || pb->n_pins == m->count),
+             "store_manifest: array lengths");
+        for (size_t i = 0; i < pb->n_pins; i++) {
+            MUST(pb->pins[i] <= TD_MSG_PIN_MAX, "store_manifest: kind of pin");
+        }
+        m->blocks = pb->blocks;
+        m->epochs = pb->epochs;
+        m->pins = pb->n_pins > 0 ? pb->pins : NULL;
+        m->is_last = pb->is_last;
+    }
     m->term = pb->term;
     m->mount = pb->mount;
     m->how = (uint32_t)pb->change;
@@ -1084,6 +1115,12 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
         msg->u.blocks.term = env->mount->term;
         msg->u.blocks.mount = env->mount->mount;
         return TD_OK;
+    case TANDEM__V1__ENVELOPE__BODY_PIN_ORDER:
+        MUST((uint32_t)env->pin_order->pin <= TD_MSG_PIN_MAX, "pin_order: kind of pin");
+        msg->u.blocks.term = env->pin_order->term;
+        msg->u.blocks.mount = env->pin_order->mount;
+        msg->u.blocks.pin = (uint32_t)env->pin_order->pin;
+        return read_keys(&env->pin_order->keys, &msg->u.blocks);
     case TANDEM__V1__ENVELOPE__BODY_PROMOTE_ORDER:
         msg->u.blocks.request = env->promote_order->order;
         msg->u.blocks.term = env->promote_order->term;

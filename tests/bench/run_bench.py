@@ -43,6 +43,7 @@ LIMITS = [("model", "attention_gmac_s", ">=", 75),
           ("kv", "allocs_per_step", "<=", 0),
           ("transfer", "shm_fetch_gb_s", ">=", ("shm_copy_gb_s", 0.9)),
           ("store", "shm_lookup_keys_s", ">=", 2e6),
+          ("store", "shm_recovery_100k_s", "<=", 2),
           ("hot", "busiest_share_hot", "<=", ("busiest_share_one", 0.9)),
           ("hot", "hot_replicas_cooled", "<=", 0),
           ("handoff", "shm_split_ttft_ratio", "<=", 1.05),
@@ -67,7 +68,7 @@ def fail(text):
 
 
 def is_better_low(key):
-    return ("_ms" in key or "_us" in key or key.endswith(("_mb", "_ratio", "_ns")) or
+    return ("_ms" in key or "_us" in key or key.endswith(("_mb", "_ratio", "_ns", "recovery_100k_s")) or
             key.startswith("busiest_share") or
             key in ("errors", "bytes_per_block", "allocs_per_step", "hot_replicas_cooled"))
 

@@ -275,7 +275,7 @@ def test_kv_has_all_figures_and_never_allocates(options):
 
 @test
 def test_store_puts_reads_and_looks_up_by_each_carrier(options):
-    keys = ["put_gb_s", "get_gb_s", "put_ops_s", "get_ops_s", "lookup_keys_s"]
+    keys = ["put_gb_s", "get_gb_s", "put_ops_s", "get_ops_s", "lookup_keys_s", "recovery_100k_s"]
     for carrier in ("shm", "tcp"):
         figures, said = bench(options, "store", "--carrier", carrier, "--size", 4096, "--blocks", 40,
                               "--repeat", 6, "--json")  # more rounds than the store has room for

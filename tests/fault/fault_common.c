@@ -12,6 +12,7 @@
 #include "common/base/td_metrics.h"
 #include "common/base/td_ring.h"
 #include "common/base/td_worker.h"
+#include "common/coord/td_coord.h"
 #include "common/kv/td_pool.h"
 #include "common/kv/td_seq.h"
 #include "common/model/td_stop.h"
@@ -33,6 +34,7 @@ typedef struct parts { /* what later creates need, made once without faults */
     td_metrics_t *metrics;
     td_pool_t *pool;
     td_transfer_t *transfer;
+    td_coord_t *coord;
 } parts_t;
 
 static parts_t parts;
@@ -118,6 +120,30 @@ static void end_member(void *p)
     td_bus_disconnect(parts.bus, TD_ROUTER_ID);
 }
 
+static td_status_t make_coord_of(const char *etcd, void **out)
+{
+    const td_coord_config_t config = {.etcd = etcd,
+                                      .cluster = "c",
+                                      .election = "e",
+                                      .id = "i",
+                                      .lease_ms = TD_COORD_LEASE_MS_DEFAULT,
+                                      .user = "u",
+                                      .password = "p"};
+    return td_coord_create(&config, (td_coord_t **)out);
+}
+static td_status_t make_embedded(void **out)
+{
+    return make_coord_of(NULL, out);
+}
+static td_status_t make_etcd(void **out)
+{
+    return make_coord_of("http://127.0.0.1:9,https://127.0.0.1:9", out);
+}
+static void end_coord(void *p)
+{
+    td_coord_destroy(p);
+}
+
 static td_status_t make_client(void **out)
 {
     return kvs_client_create(parts.bus, NULL, parts.pool, (kvs_client_t **)out);
@@ -130,7 +156,8 @@ static void end_client(void *p)
 static td_status_t make_master(void **out)
 {
     const kvs_policy_t policy = kvs_policy_default();
-    return kvs_master_create(parts.bus, parts.metrics, 16, &policy, 1, (kvs_master_t **)out);
+    return kvs_master_create(parts.bus, parts.metrics, 16, &policy, parts.coord,
+                             (kvs_master_t **)out);
 }
 static void end_master(void *p)
 {
@@ -217,6 +244,12 @@ static void test_fault_store_master_create(void **state)
     (void)state;
     sweep(make_master, end_master);
 }
+static void test_fault_coord_create(void **state)
+{
+    (void)state;
+    sweep(make_embedded, end_coord);
+    sweep(make_etcd, end_coord);
+}
 static void test_fault_store_segment_create(void **state)
 {
     (void)state;
@@ -265,12 +298,14 @@ static int setup(void **state)
     assert_int_equal(make_metrics((void **)&parts.metrics), TD_OK);
     assert_int_equal(make_pool((void **)&parts.pool), TD_OK);
     assert_int_equal(make_transfer((void **)&parts.transfer), TD_OK);
+    assert_int_equal(make_embedded((void **)&parts.coord), TD_OK);
     return 0;
 }
 
 static int teardown(void **state)
 {
     (void)state;
+    td_coord_destroy(parts.coord);
     td_transfer_destroy(parts.transfer);
     td_pool_destroy(parts.pool);
     td_metrics_destroy(parts.metrics);
@@ -292,6 +327,7 @@ int main(void)
         cmocka_unit_test(test_fault_store_client_create),
         cmocka_unit_test(test_fault_store_master_create),
         cmocka_unit_test(test_fault_store_segment_create),
+        cmocka_unit_test(test_fault_coord_create),
         cmocka_unit_test(test_fault_seq_init),
         cmocka_unit_test(test_fault_stop_push),
     };

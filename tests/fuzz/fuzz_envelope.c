@@ -57,7 +57,11 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
 {
     static const td_msg_peer_t peers[] = {
         {.id = "p1", .role = TD_ROLE_PREFILL, .incarnation = 3, .endpoint = "tcp://127.0.0.1:9"},
-        {.id = "s1", .role = TD_ROLE_KVSTORE, .incarnation = 4, .store_master = true}};
+        {.id = "s1",
+         .role = TD_ROLE_KVSTORE,
+         .incarnation = 4,
+         .store_master = true,
+         .store_term = 6}};
     td_msg_logprobs_t lp = {.count = 3,
                             .token_logprobs = floats,
                             .top_counts = top_counts,
@@ -158,6 +162,7 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
     case TD_MSG_STORE_RESULT:
     case TD_MSG_MOUNT:
     case TD_MSG_PROMOTE_ORDER:
+    case TD_MSG_PIN_ORDER:
     case TD_MSG_STORE_MANIFEST:
         msg->u.blocks = (td_msg_blocks_t){.request = 1,
                                           .term = 2,
@@ -192,17 +197,27 @@ static const td_msg_type_t types[] = {
     TD_MSG_CANCEL,       TD_MSG_TOKENS,        TD_MSG_END,           TD_MSG_PUT_START,
     TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,   TD_MSG_STORE_DONE,    TD_MSG_EVICT_ORDER,
     TD_MSG_LOOKUP,       TD_MSG_LOOKUP_RESULT, TD_MSG_STORE_PIN,     TD_MSG_STORE_REMOVE,
-    TD_MSG_STORE_RESULT, TD_MSG_MOUNT,         TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST};
+    TD_MSG_STORE_RESULT, TD_MSG_MOUNT,         TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST,
+    TD_MSG_PIN_ORDER};
 
 static int make_corpus(const char *dir)
 {
-    for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
+    static const uint32_t pins[3] = {0, 1, 2};
+
+    for (size_t i = 0; i <= TD_ARRAY_LEN(types); i++) { /* manifests in two forms */
+        const bool again = i == TD_ARRAY_LEN(types);
         char path[4096];
         td_str_t bytes = {0};
         td_msg_t msg;
         FILE *file = NULL;
-        sample(types[i], &msg);
-        (void)snprintf(path, sizeof(path), "%s/type_%d", dir, (int)types[i]);
+        sample(again ? TD_MSG_STORE_MANIFEST : types[i], &msg);
+        if (again) {
+            msg.u.blocks.how = TD_MSG_MANIFEST_MEMORY;
+            msg.u.blocks.pins = pins;
+            msg.u.blocks.is_last = true;
+        }
+        (void)snprintf(path, sizeof(path), "%s/type_%d%s", dir, (int)msg.type,
+                       again ? "_memory" : "");
         file = fopen(path, "wb");
         if (file == NULL || td_msg_encode(&msg, &bytes) != TD_OK ||
             fwrite(bytes.bytes, 1, bytes.len, file) != bytes.len || fclose(file) != 0) {

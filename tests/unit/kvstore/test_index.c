@@ -290,6 +290,42 @@ static void test_index_cooled_keys_lose_what_they_have_beyond_the_policy(void **
     assert_int_equal(e->ready, 2);
 }
 
+/* What a segment tells of is readable, as if it had been ordered; up to the limits. */
+static void test_index_adopts_what_segments_tell(void **state)
+{
+    world_t *w = *state;
+    const td_block_key_t key = key_of(1);
+    const td_block_key_t coming = key_of(2);
+    const td_block_key_t late = key_of(KEYS + 1);
+    kvs_entry_t *e = NULL;
+    uint32_t segments[KVS_REPLICAS_MAX + 1];
+    uint32_t left = KVS_NONE;
+
+    for (uint32_t i = 0; i <= KVS_REPLICAS_MAX; i++) {
+        segments[i] = kvs_index_mount(w->x, 1);
+        assert_int_equal(kvs_index_adopt(w->x, &key, segments[i], 4, 5 + i, 6, &e),
+                         i < KVS_REPLICAS_MAX ? TD_OK : TD_ERR_BUSY);
+    }
+    assert_int_equal(e->ready, KVS_REPLICAS_MAX);
+    assert_int_equal(kvs_index_on(w->x, e, segments[0])->epoch, 5);
+    assert_int_equal(kvs_index_adopt(w->x, &key, segments[0], 4, 50, 6, &e), TD_OK); /* again */
+    assert_int_equal(e->ready, KVS_REPLICAS_MAX);
+    assert_int_equal(kvs_index_on(w->x, e, segments[0])->epoch, 50);
+    check(w);
+    kvs_index_forget(w->x, segments[0]);
+    assert_int_equal(e->ready, KVS_REPLICAS_MAX - 1);
+    assert_int_equal(kvs_index_begin(w->x, &coming, segments[0], 0, &w->order), TD_OK);
+    assert_int_equal(kvs_index_adopt(w->x, &coming, segments[0], 1, 1, 1, &e), TD_ERR_EXISTS);
+    for (uint32_t n = 3; n <= KEYS; n++) { /* more than the segment said it has */
+        const td_block_key_t next = key_of(n);
+        assert_int_equal(kvs_index_adopt(w->x, &next, segments[1], n, 1, 1, &e), TD_OK);
+    }
+    assert_int_equal(kvs_index_adopt(w->x, &late, segments[1], 1, 1, 1, &e), TD_ERR_BUSY);
+    check(w);
+    assert_int_equal(kvs_index_choose(w->x, 1, KVS_NONE, &left), 1);
+    assert_int_equal(left, segments[KVS_REPLICAS_MAX]); /* the others are full, or fuller */
+}
+
 static void test_index_refuses_a_policy_out_of_range(void **state)
 {
     kvs_policy_t bad[4];
@@ -384,6 +420,7 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(
             test_index_cooled_keys_lose_what_they_have_beyond_the_policy, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_index_adopts_what_segments_tell, setup, teardown),
         cmocka_unit_test(test_index_refuses_a_policy_out_of_range),
         cmocka_unit_test_setup_teardown(test_index_random_changes_keep_everything_consistent, setup,
                                         teardown),

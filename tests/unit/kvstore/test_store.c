@@ -13,6 +13,7 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
+#include "common/coord/td_coord_internal.h"
 #include "common/transfer/td_transfer.h"
 #include "common/wire/td_member.h"
 #include "kvstore/kvs_client.h"
@@ -26,6 +27,7 @@
 #define STORE 22u
 #define ROUTER 33u
 #define SECOND 44u
+#define NEXT 55u
 
 typedef struct world {
     td_metrics_t *metrics;
@@ -37,6 +39,7 @@ typedef struct world {
     td_transfer_t *store_transfer;
     td_pool_t *pool; /* the writer's */
     kvs_client_t *client;
+    td_coord_t coord; /* played: who leads is what a test says */
     kvs_master_t *master;
     kvs_segment_t *segment;
     td_bus_t *second; /* NULL, or a second segment's */
@@ -46,6 +49,9 @@ typedef struct world {
     uint32_t result_count;
     uint32_t puts_stored; /* results of puts, each key one */
     uint32_t puts_refused;
+    td_bus_t *next_bus; /* NULL, or that of the next leader */
+    td_coord_t next_coord;
+    kvs_master_t *next;
     bool store_frozen;
     bool second_frozen;
     bool with_ticks;   /* the master's */
@@ -125,6 +131,14 @@ static void turn(world_t *w)
     if (w->with_ticks) {
         kvs_master_tick(w->master);
     }
+    if (w->next_bus != NULL) {
+        td_bus_wait(w->next_bus, NULL, 0, 0, NULL);
+        while (td_bus_recv(w->next_bus, &msg, &arena) == TD_OK) {
+            assert_true(kvs_master_handle(w->next, &msg));
+            td_msg_arena_free(arena);
+        }
+        kvs_master_tick(w->next);
+    }
     kvs_client_tick(w->client);
     td_member_tick(w->member, &load);
 }
@@ -197,8 +211,10 @@ static int setup_with(void **state, uint32_t keys_max, kvs_policy_t policy)
                                     BLOCK_BYTES, &w->pool),
                      TD_OK);
     td_transfer_set_pool(w->writer_transfer, w->pool);
-    assert_int_equal(kvs_master_create(w->store, w->metrics, keys_max, &policy, 1, &w->master),
-                     TD_OK);
+    w->coord = (td_coord_t){.term = 1, .valid_until_ns = UINT64_MAX};
+    assert_int_equal(
+        kvs_master_create(w->store, w->metrics, keys_max, &policy, &w->coord, &w->master), TD_OK);
+    kvs_master_lead(w->master, 1);
     assert_int_equal(kvs_segment_create(w->store, w->store_transfer, w->metrics, SEGMENT_BLOCKS,
                                         BLOCK_BYTES, &w->segment),
                      TD_OK);
@@ -312,6 +328,10 @@ static int teardown(void **state)
     kvs_client_destroy(w->client);
     kvs_segment_destroy(w->segment);
     kvs_master_destroy(w->master);
+    kvs_master_destroy(w->next);
+    if (w->next_bus != NULL) {
+        td_bus_destroy(w->next_bus);
+    }
     td_member_destroy(w->member);
     td_pool_destroy(w->pool);
     td_bus_destroy(w->router);
@@ -382,6 +402,20 @@ static void lookup(world_t *w, uint32_t first, uint32_t count)
     }
     assert_int_equal(kvs_client_lookup(w->client, keys, count, on_lookup, w, 0), TD_OK);
     TURN_UNTIL(w, w->lookups > before);
+}
+
+/* What a lookup named is the writer's block. */
+static void assert_bytes_of(world_t *w, uint32_t first)
+{
+    for (uint32_t i = 0; i < w->found; i++) {
+        td_block_key_t key = key_of(first + i);
+        const uint8_t *stored =
+            td_transfer_memory(w->store_transfer) + (size_t)w->where[i] * BLOCK_BYTES;
+        assert_int_equal(stored[0], (uint8_t)(first + i + 1));
+        assert_int_equal(
+            td_block_checksum(td_block_content_hash(stored, BLOCK_BYTES), &key, w->epochs[i]),
+            w->checksums[i]);
+    }
 }
 
 static void test_store_put_then_lookup_finds_the_longest_prefix(void **state)
@@ -538,9 +572,9 @@ static void test_f8_full_index_evicts_and_takes_new_keys(void **state)
     assert_int_equal(w->found, 1);
 }
 
-/* A segment that the master has lost and mounts again gives back what the index knows nothing of.
- */
-static void test_store_segment_mounted_again_is_empty(void **state)
+/* A segment that the master has lost and mounts again tells what it holds: all of it is found, and
+ * gives way to what comes, so none of it stays where nobody knows of it. */
+static void test_store_segment_mounted_again_keeps_its_blocks(void **state)
 {
     world_t *w = *state;
 
@@ -550,6 +584,10 @@ static void test_store_segment_mounted_again_is_empty(void **state)
     TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
     kvs_master_peer_down(w->master, "store", STORE);
     kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
+    TURN_UNTIL(w, kvs_master_is_complete(w->master));
+    lookup(w, 0, 12);
+    assert_int_equal(w->found, 12);
+    assert_bytes_of(w, 0);
     for (uint32_t i = 12; i < 28; i++) {
         put_blocks(w, i, 1);
     }
@@ -954,20 +992,6 @@ static uint64_t metric(world_t *w, const char *series)
 
 #define COLD_KEYS(w) metric(w, "tandem_kvstore_cold_keys")
 
-/* What a lookup named is the writer's block. */
-static void assert_bytes_of(world_t *w, uint32_t first)
-{
-    for (uint32_t i = 0; i < w->found; i++) {
-        td_block_key_t key = key_of(first + i);
-        const uint8_t *stored =
-            td_transfer_memory(w->store_transfer) + (size_t)w->where[i] * BLOCK_BYTES;
-        assert_int_equal(stored[0], (uint8_t)(first + i + 1));
-        assert_int_equal(
-            td_block_checksum(td_block_content_hash(stored, BLOCK_BYTES), &key, w->epochs[i]),
-            w->checksums[i]);
-    }
-}
-
 static void put_one_by_one(world_t *w, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++) {
@@ -1027,7 +1051,7 @@ static void test_store_cold_blocks_survive_the_segment(void **state)
     assert_bytes_of(w, 0);
 }
 
-/* A master that mounts a living segment anew: what was in memory goes to the disk, and is found. */
+/* A master that mounts a living segment anew: what is in memory stays there, and is found. */
 static void test_store_blocks_survive_the_master(void **state)
 {
     world_t *w = *state;
@@ -1035,9 +1059,11 @@ static void test_store_blocks_survive_the_master(void **state)
     put_one_by_one(w, 10);
     kvs_master_peer_down(w->master, "store", STORE);
     kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
-    TURN_UNTIL(w, COLD_KEYS(w) == 10);
-    lookup_until(w, 0, 12, 10);
+    TURN_UNTIL(w, kvs_master_is_complete(w->master));
+    lookup(w, 0, 12);
+    assert_int_equal(w->found, 10);
     assert_bytes_of(w, 0);
+    assert_int_equal(COLD_KEYS(w), 0);
 }
 
 /* What was removed is gone from the disk too. */
@@ -1135,6 +1161,307 @@ static void test_i6_store_silent_cold_tier_is_waited_for_briefly(void **state)
     assert_int_equal(metric(w, "tandem_kvstore_held_lookups_total{result=\"timeout\"}"), 1);
 }
 
+/* --- leadership ------------------------------------------------------------------------------- */
+
+#define IN_SEGMENT(w) metric(w, "tandem_kvstore_kv_blocks{state=\"cached\"}")
+#define KNOWN(w) metric(w, "tandem_kvstore_replicas") /* to the master made last */
+#define REFUSED_ORDERS(w) metric(w, "tandem_kvstore_old_orders_refused_total")
+
+/* Another process leads, with a higher term; the one before is still there and may not know. */
+static void next_leader(world_t *w, uint32_t keys_max, kvs_policy_t policy)
+{
+    td_msg_peer_t peers[2] = {{.id = "store",
+                               .role = TD_ROLE_KVSTORE,
+                               .incarnation = STORE,
+                               .endpoint = td_bus_endpoint(w->store),
+                               .store_master = true,
+                               .store_term = 1},
+                              {.id = "next",
+                               .role = TD_ROLE_KVSTORE,
+                               .incarnation = NEXT,
+                               .store_master = true,
+                               .store_term = 2}};
+    td_msg_t msg = {.type = TD_MSG_PEERS};
+
+    w->next_bus = bus_of("next", NEXT);
+    peers[1].endpoint = td_bus_endpoint(w->next_bus);
+    assert_int_equal(td_bus_connect(w->next_bus, "store", td_bus_endpoint(w->store), STORE), TD_OK);
+    assert_int_equal(td_bus_connect(w->next_bus, "writer", td_bus_endpoint(w->writer), WRITER),
+                     TD_OK);
+    assert_int_equal(td_bus_connect(w->store, "next", td_bus_endpoint(w->next_bus), NEXT), TD_OK);
+    w->next_coord = (td_coord_t){.term = 2, .valid_until_ns = UINT64_MAX};
+    assert_int_equal(
+        kvs_master_create(w->next_bus, w->metrics, keys_max, &policy, &w->next_coord, &w->next),
+        TD_OK);
+    kvs_master_segment_up(w->next, "store", STORE, SEGMENT_BLOCKS);
+    kvs_master_lead(w->next, 2);
+    msg.u.peers = (td_msg_peers_t){.version = 2, .count = 2, .peers = peers};
+    assert_int_equal(td_bus_send(w->router, "writer", &msg), TD_OK);
+    TURN_UNTIL(w, strcmp(td_member_store_master(w->member)->id, "next") == 0);
+}
+
+static void ask_put(world_t *w, kvs_master_t *master, uint32_t n)
+{
+    td_block_key_t key = key_of(n);
+    const uint32_t block = 0;
+    const uint64_t number = 1;
+    const td_msg_t msg = {.type = TD_MSG_PUT_START,
+                          .sender_id = "writer",
+                          .sender_incarnation = WRITER,
+                          .u.blocks = {.request = 1,
+                                       .count = 1,
+                                       .keys = &key,
+                                       .blocks = &block,
+                                       .epochs = &number,
+                                       .checksums = &number}};
+    (void)w;
+    assert_true(kvs_master_handle(master, &msg));
+}
+
+/* F9: what segments hold is found under the next leader; the one before is refused by them. */
+static void test_f9_store_blocks_outlive_the_leader(void **state)
+{
+    world_t *w = *state;
+
+    put_one_by_one(w, 10);
+    next_leader(w, 64, kvs_policy_default());
+    TURN_UNTIL(w, kvs_master_is_complete(w->next));
+    lookup(w, 0, 12);
+    assert_int_equal(w->found, 10);
+    assert_bytes_of(w, 0);
+    put_blocks(w, 10, 2); /* and it stores on */
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 12);
+    assert_int_equal(w->found, 12);
+    assert_bytes_of(w, 0);
+    assert_int_equal(IN_SEGMENT(w), 12);
+}
+
+/* F9: two leaders, one of which slept through its end: no order of its is carried out, though it
+ * still believes in itself, so no range is ever given out by both. */
+static void test_f9_store_orders_of_an_old_leader_are_refused(void **state)
+{
+    world_t *w = *state;
+
+    put_one_by_one(w, 10);
+    next_leader(w, 64, kvs_policy_default());
+    TURN_UNTIL(w, kvs_master_is_complete(w->next));
+    ask_put(w, w->master, 20);                         /* a store order */
+    kvs_master_peer_down(w->master, "writer", WRITER); /* which it takes back: an evict order */
+    kvs_master_peer_down(w->master, "store", STORE);
+    kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS); /* a mounting */
+    TURN_UNTIL(w, REFUSED_ORDERS(w) == 3);
+    lookup(w, 0, 12);
+    assert_int_equal(w->found, 10);
+    assert_bytes_of(w, 0);
+    assert_int_equal(IN_SEGMENT(w), 10);
+    assert_int_equal(KNOWN(w), 10);
+}
+
+/* F9: a leader whose time is over gives no order from that moment on, whatever it believes; what it
+ * knows still answers lookups. */
+static void test_f9_store_overdue_leader_gives_no_orders(void **state)
+{
+    world_t *w = *state;
+
+    put_one_by_one(w, 10);
+    w->with_ticks = true;
+    w->coord.valid_until_ns = td_now_ns();
+    put_blocks(w, 10, 1);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    assert_int_equal(w->puts_refused, 1); /* busy */
+    change(w, TD_MSG_STORE_REMOVE, 0, 0, 1);
+    assert_int_equal(w->results[0], TD_ERR_BUSY);
+    change(w, TD_MSG_STORE_PIN, KVS_PIN_HARD, 0, 1);
+    assert_int_equal(w->results[0], TD_ERR_BUSY);
+    lookup(w, 0, 12);
+    assert_int_equal(w->found, 10);
+    assert_int_equal(IN_SEGMENT(w), 10);
+    w->coord.valid_until_ns = UINT64_MAX; /* renewed: as if nothing had been */
+    put_blocks(w, 11, 1);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 11, 1);
+    assert_int_equal(w->found, 1);
+}
+
+/* F9: an order that could not be given leaves nothing behind that nobody knows of. */
+static void test_f9_store_order_not_given_is_made_up_for(void **state)
+{
+    world_t *w = *state;
+
+    w->with_ticks = true;
+    put_blocks(w, 0, 1);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    put_blocks(w, 1, 1);
+    TURN_UNTIL(w, KNOWN(w) == 2); /* promised */
+    w->coord.valid_until_ns = td_now_ns();
+    kvs_master_peer_down(w->master, "writer", WRITER); /* revoked, but who tells the segment? */
+    TURN_UNTIL(w, IN_SEGMENT(w) == 2);
+    w->coord.valid_until_ns = UINT64_MAX;
+    TURN_UNTIL(w, kvs_master_is_complete(w->master) && KNOWN(w) == 2);
+    lookup(w, 0, 2);
+    assert_int_equal(w->found, 2);
+}
+
+static void take_in(td_bus_t *bus, td_msg_t *msg, td_msg_arena_t **arena)
+{
+    const uint64_t until = td_now_ns() + 10 * TD_NS_PER_S;
+
+    while (td_bus_recv(bus, msg, arena) != TD_OK) {
+        assert_true(td_now_ns() < until);
+        td_bus_wait(bus, NULL, 0, 10, NULL);
+    }
+}
+
+/* F9: a put under way when the leader falls ends, on the segment and on the writer. */
+static void test_f9_store_put_under_way_ends_with_its_leader(void **state)
+{
+    world_t *w = *state;
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+
+    w->with_ticks = true;
+    TURN_UNTIL(w, kvs_master_is_complete(w->master));
+    put_blocks(w, 0, 4);
+    td_bus_wait(w->writer, NULL, 0, 0, NULL);
+    take_in(w->store, &msg, &arena);
+    assert_true(kvs_master_handle(w->master, &msg)); /* PutStart */
+    td_msg_arena_free(arena);
+    td_bus_wait(w->store, NULL, 0, 0, NULL);
+    take_in(w->store, &msg, &arena);
+    assert_int_equal(msg.type, TD_MSG_STORE_ORDER);
+    assert_true(kvs_segment_handle(w->segment, &msg)); /* it fetches now */
+    msg.type = TD_MSG_MOUNT;
+    msg.sender_id = "next";
+    msg.u.blocks.term = 2;
+    assert_true(kvs_segment_handle(w->segment, &msg));
+    td_msg_arena_free(arena);
+    next_leader(w, 64, kvs_policy_default());
+    TURN_UNTIL(w, kvs_master_is_complete(w->next) && kvs_client_pinned(w->client) == 0);
+    TURN_UNTIL(w, metric(w, "tandem_kvstore_kv_blocks{state=\"free\"}") == SEGMENT_BLOCKS);
+    assert_int_equal(KNOWN(w), 0);
+    {
+        td_block_key_t key = key_of(0);
+        const uint32_t idx = td_pool_find(w->pool, &key);
+        assert_int_equal(kvs_client_put(w->client, &idx, 1), TD_OK); /* and may be put again */
+    }
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 1);
+}
+
+/* F9: what a leader's index has no room for, no segment keeps. */
+static void test_f9_store_next_leader_with_a_smaller_index(void **state)
+{
+    world_t *w = *state;
+
+    put_one_by_one(w, 12);
+    next_leader(w, 8, kvs_policy_default());
+    TURN_UNTIL(w, kvs_master_is_complete(w->next) && IN_SEGMENT(w) == 8);
+    assert_int_equal(KNOWN(w), 8);
+    lookup(w, 0, 8);
+    assert_int_equal(w->found, 8);
+    assert_bytes_of(w, 0);
+}
+
+/* A prefix under one leader, then more than there is room for under the next. */
+static void fill_under_next_leader(world_t *w, uint32_t lease_ms)
+{
+    kvs_policy_t policy = kvs_policy_default();
+
+    policy.lease_ms = lease_ms;
+    put_blocks(w, 0, 8);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    next_leader(w, 64, policy);
+    TURN_UNTIL(w, kvs_master_is_complete(w->next));
+    for (uint32_t i = 8; i < 22; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+    lookup(w, 21, 1);
+    assert_int_equal(w->found, 1);
+    lookup(w, 0, 8);
+}
+
+/* F9: readers whom the one before told of a block have a lease's time. */
+static void test_f9_store_next_leader_evicts_nothing_for_a_lease(void **state)
+{
+    world_t *w = *state;
+
+    fill_under_next_leader(w, 10000);
+    assert_int_equal(w->found, 8);
+}
+
+/* F9: then blocks go in the order in which they were stored, of a prefix the end first. */
+static void test_f9_store_next_leader_knows_the_order_of_eviction(void **state)
+{
+    world_t *w = *state;
+
+    fill_under_next_leader(w, 0);
+    assert_in_range(w->found, 1, 7);
+}
+
+/* F9: what was pinned stays pinned under the next leader. */
+static void test_f9_store_pins_outlive_the_leader(void **state)
+{
+    world_t *w = *state;
+    kvs_policy_t policy = kvs_policy_default();
+
+    policy.lease_ms = 0;
+    put_one_by_one(w, 3);
+    change(w, TD_MSG_STORE_PIN, KVS_PIN_HARD, 0, 2);
+    change(w, TD_MSG_STORE_PIN, KVS_PIN_NONE, 0, 1); /* and taken off */
+    next_leader(w, 64, policy);
+    TURN_UNTIL(w, kvs_master_is_complete(w->next));
+    for (uint32_t i = 3; i < WRITER_BLOCKS; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 0);
+    lookup(w, 1, 1);
+    assert_int_equal(w->found, 1);
+    lookup(w, 2, 1);
+    assert_int_equal(w->found, 0);
+}
+
+/* A manifest that was sent before an order took a key away does not bring it back. */
+static void test_f9_store_manifest_overtaken_by_an_order(void **state)
+{
+    world_t *w = *state;
+    td_block_key_t keys[2] = {key_of(0), key_of(1)};
+    const uint32_t blocks[2] = {3, 4};
+    const uint64_t numbers[2] = {5, 6};
+    td_msg_t msg;
+    td_msg_arena_t *arena = NULL;
+
+    w->second_frozen = true;
+    put_blocks(w, 0, 1); /* to be on both */
+    TURN_UNTIL(w, (lookup(w, 0, 1), w->found == 1));
+    kvs_master_peer_down(w->master, "writer", WRITER); /* the second one shall drop it */
+    take_in(w->second, &msg, &arena);
+    assert_int_equal(msg.type, TD_MSG_MOUNT);
+    msg = (td_msg_t){.type = TD_MSG_STORE_MANIFEST,
+                     .sender_incarnation = SECOND,
+                     .u.blocks = {.term = 1,
+                                  .mount = msg.u.blocks.mount,
+                                  .how = TD_MSG_MANIFEST_MEMORY,
+                                  .count = 2,
+                                  .keys = keys,
+                                  .blocks = blocks,
+                                  .epochs = numbers,
+                                  .checksums = numbers,
+                                  .is_last = true}};
+    td_msg_arena_free(arena);
+    assert_int_equal(KNOWN(w), 1);
+    assert_true(kvs_master_handle(w->master, &msg));
+    assert_int_equal(KNOWN(w), 2);
+    lookup(w, 0, 2);
+    assert_int_equal(w->found, 2);
+    assert_int_not_equal(w->epochs[0], 5);
+    assert_int_equal(w->epochs[1], 6);
+}
+
 static int setup_two_default(void **state)
 {
     return setup_two(state, kvs_policy_default());
@@ -1156,7 +1483,8 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_f8_full_index_evicts_and_takes_new_keys,
                                         setup_small_index, teardown),
-        cmocka_unit_test_setup_teardown(test_store_segment_mounted_again_is_empty, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_store_segment_mounted_again_keeps_its_blocks,
+                                        setup_no_lease, teardown),
         cmocka_unit_test_setup_teardown(test_store_dead_segment_ends_the_writers_pins, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_store_lease_blocks_eviction, setup, teardown),
@@ -1189,6 +1517,25 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_i6_store_silent_cold_tier_is_waited_for_briefly,
                                         setup_two_default, teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_blocks_outlive_the_leader, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_orders_of_an_old_leader_are_refused, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_overdue_leader_gives_no_orders, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_order_not_given_is_made_up_for, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_put_under_way_ends_with_its_leader, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_next_leader_with_a_smaller_index, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_next_leader_evicts_nothing_for_a_lease, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_next_leader_knows_the_order_of_eviction,
+                                        setup, teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_pins_outlive_the_leader, setup_no_lease,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f9_store_manifest_overtaken_by_an_order,
+                                        setup_two_replicas, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -23,6 +23,7 @@ typedef struct node {
     td_role_t role;
     bool mute; /* sends no heartbeats */
     uint64_t beat_ns;
+    uint64_t store_term;
 } node_t;
 
 typedef struct fixture {
@@ -173,7 +174,8 @@ static void register_as(fixture_t *fx, node_t *node, const char *numerics, bool 
                               .role = node->role,
                               .incarnation = td_bus_incarnation(node->bus),
                               .endpoint = td_bus_endpoint(node->bus),
-                              .store_master = is_master};
+                              .store_master = is_master,
+                              .store_term = node->store_term};
     r->http = "127.0.0.1:1";
     r->numerics_class = numerics;
     r->kv_codec = node->role == TD_ROLE_KVSTORE ? "" : codec;
@@ -969,6 +971,37 @@ static void test_peers_are_told_and_one_master_named(void **state)
     assert_true(find_peer(msg, "s2")->store_master);
 }
 
+/* F9: of several that say they are the store's master the one with the highest term is, also when
+ * it was another a moment ago. */
+static void test_f9_master_with_the_highest_term_is_named(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *stores[2] = {make_node(fx, TD_ROLE_KVSTORE, "s1"),
+                         make_node(fx, TD_ROLE_KVSTORE, "s2")};
+    const td_msg_t *msg = NULL;
+
+    stores[0]->store_term = 5;
+    stores[1]->store_term = 9;
+    for (uint32_t i = 0; i < 2; i++) {
+        register_node(fx, stores[i], "", true);
+        (void)expect(fx, stores[i], TD_MSG_REGISTERED);
+    }
+    do {
+        msg = expect(fx, prefill, TD_MSG_PEERS);
+    } while (find_peer(msg, "s2") == NULL);
+    assert_false(find_peer(msg, "s1")->store_master);
+    assert_true(find_peer(msg, "s2")->store_master);
+    assert_int_equal(find_peer(msg, "s2")->store_term, 9);
+    stores[0]->store_term = 12;
+    register_node(fx, stores[0], "", true);
+    do {
+        msg = expect(fx, prefill, TD_MSG_PEERS);
+    } while (!find_peer(msg, "s1")->store_master);
+    assert_false(find_peer(msg, "s2")->store_master);
+    assert_int_equal(find_peer(msg, "s1")->store_term, 12);
+}
+
 int main(void)
 {
 #define T(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
@@ -1002,6 +1035,7 @@ int main(void)
         T(test_a_store_with_another_secret_is_refused),
         T(test_an_id_in_use_is_refused),
         T(test_peers_are_told_and_one_master_named),
+        T(test_f9_master_with_the_highest_term_is_named),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -159,10 +159,10 @@ static void test_msg_kv_ready_survives_the_wire(void **state)
 
 static void test_msg_store_lists_survive_the_wire(void **state)
 {
-    const td_msg_type_t types[] = {TD_MSG_PUT_START,     TD_MSG_PUT_RESULT,    TD_MSG_STORE_ORDER,
-                                   TD_MSG_STORE_DONE,    TD_MSG_EVICT_ORDER,   TD_MSG_LOOKUP,
-                                   TD_MSG_STORE_PIN,     TD_MSG_STORE_REMOVE,  TD_MSG_STORE_RESULT,
-                                   TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST};
+    const td_msg_type_t types[] = {TD_MSG_PUT_START,     TD_MSG_PUT_RESULT,     TD_MSG_STORE_ORDER,
+                                   TD_MSG_STORE_DONE,    TD_MSG_EVICT_ORDER,    TD_MSG_LOOKUP,
+                                   TD_MSG_STORE_PIN,     TD_MSG_STORE_REMOVE,   TD_MSG_STORE_RESULT,
+                                   TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST, TD_MSG_PIN_ORDER};
     (void)state;
 
     for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
@@ -184,7 +184,9 @@ static void test_msg_store_lists_survive_the_wire(void **state)
         out = roundtrip(&msg, &arena);
         assert_int_equal(out.u.blocks.count, 3);
         assert_memory_equal(out.u.blocks.keys, keys, sizeof(keys));
-        assert_int_equal(out.u.blocks.pin, types[i] == TD_MSG_STORE_PIN ? TD_MSG_PIN_MAX : 0);
+        assert_int_equal(
+            out.u.blocks.pin,
+            types[i] == TD_MSG_STORE_PIN || types[i] == TD_MSG_PIN_ORDER ? TD_MSG_PIN_MAX : 0);
         assert_int_equal(out.u.blocks.how,
                          types[i] == TD_MSG_STORE_MANIFEST || types[i] == TD_MSG_EVICT_ORDER
                              ? TD_MSG_MANIFEST_RESET
@@ -201,6 +203,7 @@ static void test_msg_mount_and_manifest(void **state)
 {
     static td_block_key_t many[TD_MSG_MANIFEST_KEYS_MAX + 1];
     static uint64_t hashes[TD_MSG_MANIFEST_KEYS_MAX + 1];
+    static uint32_t numbers[TD_MSG_MANIFEST_KEYS_MAX + 1];
     static const struct {
         td_msg_type_t type;
         uint32_t how;
@@ -211,7 +214,11 @@ static void test_msg_mount_and_manifest(void **state)
         {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_RESET, 0, TD_OK},
         {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_HERE, 0, TD_ERR_PROTOCOL},
         {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_GONE, 2, TD_OK},
-        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_RESET + 1, 2, TD_ERR_PROTOCOL},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_MEMORY, 0, TD_OK},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_MEMORY, TD_MSG_MANIFEST_KEYS_MAX, TD_OK},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_MEMORY, TD_MSG_MANIFEST_KEYS_MAX + 1,
+         TD_ERR_PROTOCOL},
+        {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_MEMORY + 1, 2, TD_ERR_PROTOCOL},
         {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_HERE, TD_MSG_MANIFEST_KEYS_MAX, TD_OK},
         {TD_MSG_STORE_MANIFEST, TD_MSG_MANIFEST_HERE, TD_MSG_MANIFEST_KEYS_MAX + 1,
          TD_ERR_PROTOCOL},
@@ -229,13 +236,53 @@ static void test_msg_mount_and_manifest(void **state)
                                          .how = cases[i].how,
                                          .count = cases[i].count,
                                          .keys = many,
-                                         .checksums = hashes};
+                                         .blocks = numbers,
+                                         .epochs = hashes,
+                                         .checksums = hashes,
+                                         .is_last = true};
         assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
         assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), cases[i].status);
         if (cases[i].status == TD_OK) {
             assert_int_equal(out.u.blocks.term, 2);
             assert_int_equal(out.u.blocks.mount, 5);
             assert_int_equal(out.u.blocks.count, cases[i].count);
+            assert_int_equal(out.u.blocks.is_last, cases[i].how == TD_MSG_MANIFEST_MEMORY);
+            td_msg_arena_free(arena);
+        }
+        td_str_fini(&bytes);
+    }
+}
+
+/* Where blocks lie in memory, with one place, epoch and checksum a key; pins may be left out. */
+static void test_msg_manifest_of_memory(void **state)
+{
+    static const uint32_t blocks[3] = {7, 8, 9};
+    static const uint64_t numbers[3] = {4, 5, 6};
+    static uint32_t pins[3] = {0, TD_MSG_PIN_MAX, 0};
+    (void)state;
+
+    for (int round = 0; round < 4; round++) {
+        td_msg_t msg = {.type = TD_MSG_STORE_MANIFEST, .sender_id = "x"};
+        td_msg_arena_t *arena = NULL;
+        td_str_t bytes = {0};
+        td_msg_t out;
+        msg.u.blocks = (td_msg_blocks_t){.how = TD_MSG_MANIFEST_MEMORY,
+                                         .count = 3,
+                                         .keys = keys,
+                                         .blocks = round == 2 ? NULL : blocks,
+                                         .epochs = numbers,
+                                         .checksums = numbers,
+                                         .pins = round == 0 ? NULL : pins};
+        pins[1] = round == 3 ? TD_MSG_PIN_MAX + 1 : TD_MSG_PIN_MAX;
+        assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+        assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena),
+                         round < 2 ? TD_OK : TD_ERR_PROTOCOL);
+        if (round < 2) {
+            assert_memory_equal(out.u.blocks.blocks, blocks, sizeof(blocks));
+            assert_memory_equal(out.u.blocks.epochs, numbers, sizeof(numbers));
+            assert_memory_equal(out.u.blocks.checksums, numbers, sizeof(numbers));
+            assert_true((out.u.blocks.pins != NULL) == (round == 1));
+            assert_false(out.u.blocks.is_last);
             td_msg_arena_free(arena);
         }
         td_str_fini(&bytes);
@@ -358,6 +405,7 @@ int main(void)
         cmocka_unit_test(test_msg_kv_ready_survives_the_wire),
         cmocka_unit_test(test_msg_store_lists_survive_the_wire),
         cmocka_unit_test(test_msg_mount_and_manifest),
+        cmocka_unit_test(test_msg_manifest_of_memory),
         cmocka_unit_test(test_msg_decode_refuses_what_breaks_the_rules),
         cmocka_unit_test(test_msg_decode_survives_every_flipped_byte),
         cmocka_unit_test(test_msg_codec_survives_every_failing_allocation),
