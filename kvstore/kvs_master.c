@@ -64,6 +64,9 @@ td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t key
     if (status == TD_OK) {
         status = kvs_cold_create(policy->cold_keys_max, &m->cold);
     }
+    if (status == TD_OK) {
+        status = kvs_removed_create(KVS_REMOVED_MAX, &m->removed);
+    }
     if (status != TD_OK) {
         kvs_index_destroy(m->index);
         td_free(m);
@@ -87,6 +90,7 @@ void kvs_master_destroy(kvs_master_t *m)
     }
     kvs_master_forget_held(m);
     kvs_cold_destroy(m->cold);
+    kvs_removed_destroy(m->removed);
     kvs_index_destroy(m->index);
     td_free(m);
 }
@@ -143,11 +147,11 @@ static bool send_evict(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
     return sent;
 }
 
-void kvs_master_evict_surplus(kvs_master_t *m, uint32_t segment, const td_block_key_t *keys,
-                              uint32_t count)
+void kvs_master_evict_told(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
+                           const td_block_key_t *keys, uint32_t count)
 {
     if (count > 0) {
-        (void)transmit_evict(m, segment, TD_MSG_EVICT_DEMOTE, keys, count);
+        (void)transmit_evict(m, segment, how, keys, count);
         td_metric_add(m->evicted, count);
     }
 }
@@ -717,9 +721,11 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
         return TD_ERR_BUSY; /* a segment may still tell of it */
     }
     if (e == NULL && cold == KVS_NONE) {
+        kvs_removed_add(m->removed, key, td_now_ns()); /* a segment that is away may have it */
         return TD_ERR_NOT_FOUND;
     }
     if (e == NULL) {
+        kvs_removed_add(m->removed, key, td_now_ns());
         kvs_cold_remove(m->cold, key, cold);
         return send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1) ? TD_OK : TD_ERR_BUSY;
     }
@@ -729,6 +735,7 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
     if (e->lease_until_ns > td_now_ns()) {
         return TD_ERR_BUSY;
     }
+    kvs_removed_add(m->removed, key, td_now_ns());
     while (left) {
         kvs_replica_t *r = &m->index->replicas[e->first];
         const uint32_t segment = r->segment;

@@ -7,6 +7,7 @@
 
 #include "kvstore/kvs_cold.h"
 #include "kvstore/kvs_master.h"
+#include "kvstore/kvs_removed.h"
 
 #define KVS_TAKEN_MAX 64u /* keys; past it the segment is mounted again */
 
@@ -56,7 +57,8 @@ struct kvs_master {
     uint32_t copies;     /* under way */
     uint32_t promotions; /* orders under way */
     uint32_t held_count;
-    kvs_cold_t *cold; /* owned */
+    kvs_cold_t *cold;       /* owned */
+    kvs_removed_t *removed; /* owned */
     held_t held[KVS_HELD_MAX];
     kvs_index_t *index;                            /* owned */
     kvs_segment_info_t segments[KVS_SEGMENTS_MAX]; /* by their number in the index */
@@ -102,9 +104,10 @@ void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_knows_no
 /** Evicts up to `want` replicas of a segment, for space. */
 void kvs_master_evict(kvs_master_t *m, uint32_t segment, uint32_t want);
 void kvs_master_evict_if_full(kvs_master_t *m, uint32_t segment);
-/** Orders keys away that a segment has just told of and the index has no room for. */
-void kvs_master_evict_surplus(kvs_master_t *m, uint32_t segment, const td_block_key_t *keys,
-                              uint32_t count);
+/** Orders keys away that a segment has just told of: the index has no room for them, or they were
+ * removed while it was away. */
+void kvs_master_evict_told(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,
+                           const td_block_key_t *keys, uint32_t count);
 /** Has one segment more fetch those of the keys that are read so often that it helps. */
 void kvs_master_copy_hot(kvs_master_t *m, const td_msg_lookup_result_t *found,
                          const td_block_key_t *keys, const uint32_t *segments);

@@ -316,6 +316,13 @@ static bool was_taken(const kvs_segment_info_t *s, const td_block_key_t *key)
 
 /* A block of a segment's memory. Readers that another leader told of it may still be at it: it
  * counts as leased from the mounting on. False: there is no room for it. */
+/* Removed while the segment was away: it has not heard of that. */
+static bool was_removed(const kvs_master_t *m, uint32_t segment, const td_block_key_t *key)
+{
+    const uint64_t at_ns = kvs_removed_at(m->removed, key);
+    return at_ns != 0 && at_ns <= m->segments[segment].mounted_ns;
+}
+
 static bool adopt_one(kvs_master_t *m, uint32_t segment, const td_msg_blocks_t *told, uint32_t i)
 {
     const kvs_segment_info_t *s = &m->segments[segment];
@@ -345,11 +352,14 @@ static void adopt(kvs_master_t *m, uint32_t segment, const td_msg_blocks_t *told
     uint32_t count = 0;
 
     for (uint32_t i = 0; i < told->count; i++) {
-        if (!adopt_one(m, segment, told, i)) {
+        if (was_removed(m, segment, &told->keys[i])) {
+            kvs_master_evict_told(m, segment, TD_MSG_EVICT_REMOVE, &told->keys[i], 1);
+        } else if (!adopt_one(m, segment, told, i)) {
             surplus[count++] = told->keys[i];
         }
     }
-    kvs_master_evict_surplus(m, segment, surplus, count); /* or nobody would ever know of them */
+    kvs_master_evict_told(m, segment, TD_MSG_EVICT_DEMOTE, surplus,
+                          count); /* else nobody ever would */
     if (told->is_last) {
         TD_LOG_INFO("segment has told all", "segment=%s keys=%u took_ms=%llu", s->id,
                     m->index->shares[segment].used,
@@ -380,6 +390,8 @@ void kvs_master_handle_manifest(kvs_master_t *m, const td_msg_t *msg)
         for (uint32_t i = 0; i < told->count; i++) {
             if (told->how == TD_MSG_MANIFEST_GONE) {
                 kvs_cold_remove(m->cold, &told->keys[i], segment);
+            } else if (was_removed(m, segment, &told->keys[i])) {
+                kvs_master_evict_told(m, segment, TD_MSG_EVICT_REMOVE, &told->keys[i], 1);
             } else {
                 kvs_cold_add(m->cold, &told->keys[i], segment);
             }

@@ -29,7 +29,7 @@ def run():
         for carrier in faults.CARRIERS:
             total += 1
             try:
-                test_histories.run_seed(options, seed, 20, carrier, test_histories.BUT_MASTER)
+                test_histories.run_seed(options, seed, 20, carrier)
             except (AssertionError, OSError, RuntimeError) as error:
                 failed += 1
                 print(f"FAILED histories {carrier} seed {seed}: {error}", flush=True)

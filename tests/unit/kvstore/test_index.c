@@ -9,6 +9,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "kvstore/kvs_index.h"
+#include "kvstore/kvs_removed.h"
 
 #define KEYS 64u
 #define MS TD_NS_PER_MS
@@ -402,6 +403,36 @@ static void test_index_random_changes_keep_everything_consistent(void **state)
     }
 }
 
+static void test_removed_keys_are_remembered_for_a_while(void **state)
+{
+    kvs_removed_t *removed = NULL;
+    td_block_key_t keys[8];
+    (void)state;
+
+    assert_int_equal(kvs_removed_create(4, &removed), TD_OK);
+    for (uint32_t i = 0; i < TD_ARRAY_LEN(keys); i++) {
+        memset(keys[i].bytes, (int)(17 * i + 1), sizeof(keys[i].bytes));
+    }
+    assert_int_equal(kvs_removed_at(removed, &keys[0]), 0);
+    for (uint32_t i = 0; i < 4; i++) {
+        kvs_removed_add(removed, &keys[i], 10 + i);
+    }
+    kvs_removed_add(removed, &keys[0], 20); /* again: in the place of the oldest, its own */
+    assert_int_equal(kvs_removed_at(removed, &keys[0]), 20);
+    assert_int_equal(kvs_removed_at(removed, &keys[1]), 11);
+    kvs_removed_add(removed, &keys[3], 21); /* in the place of keys[1], and its own falls empty */
+    assert_int_equal(kvs_removed_at(removed, &keys[1]), 0);
+    assert_int_equal(kvs_removed_at(removed, &keys[3]), 21);
+    for (uint32_t i = 4; i < 8; i++) {
+        kvs_removed_add(removed, &keys[i], 30 + i);
+    }
+    for (uint32_t i = 0; i < 8; i++) {
+        assert_int_equal(kvs_removed_at(removed, &keys[i]), i < 4 ? 0 : 30 + i);
+    }
+    kvs_removed_destroy(removed);
+    kvs_removed_destroy(NULL);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -424,6 +455,7 @@ int main(void)
         cmocka_unit_test(test_index_refuses_a_policy_out_of_range),
         cmocka_unit_test_setup_teardown(test_index_random_changes_keep_everything_consistent, setup,
                                         teardown),
+        cmocka_unit_test(test_removed_keys_are_remembered_for_a_while),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
