@@ -88,7 +88,7 @@ td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group, uint32_t in
     s->sums = s->maxima + lanes;
     s->rescale = s->sums + lanes;
     s->totals = s->rescale + lanes;
-    s->reach = (int32_t *)(void *)(s->totals + totals);
+    s->seen = (uint32_t *)(void *)(s->totals + totals);
     s->bytes = (uint8_t *)(s + 1) + lines * TD_CACHE_LINE_BYTES;
     *out = s;
     return TD_OK;
