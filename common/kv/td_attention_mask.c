@@ -108,6 +108,7 @@ uint32_t td_attention_blocks_needed(const td_attention_mask_t *mask, uint32_t bl
     if (mask->kind == TD_ATTENTION_FULL) {
         return end <= begin ? 0 : (end - begin + block_tokens - 1) / block_tokens;
     }
+    end = (end + block_tokens - 1) / block_tokens * block_tokens;
     for (uint32_t at = begin; at < end; count++) {
         at = td_attention_next(mask, from, TD_ATTENTION_NONE - 1, at);
         if (at >= end) {

@@ -111,8 +111,8 @@ static inline uint32_t td_attention_bits(const td_attention_mask_t *mask, uint32
 /** The lasting positions of [tile, tile + 32), as bits. */
 uint32_t td_attention_lasting_bits(const td_attention_mask_t *mask, uint32_t tile);
 
-/** Blocks of positions [begin, end) that positions from `from` on need. begin is a multiple of
- * block_tokens. Cost: O(blocks), full O(1). */
+/** Blocks of positions [begin, end), the last one whole, that positions from `from` on need. begin is
+ * a multiple of block_tokens. Cost: O(blocks), full O(1). */
 uint32_t td_attention_blocks_needed(const td_attention_mask_t *mask, uint32_t block_tokens,
                                     uint32_t from, uint32_t begin, uint32_t end);
 /** The most blocks that a sequence of up to `tokens` positions needs at once when it grows by up to

@@ -153,6 +153,7 @@ static int setup_with(void **state, uint32_t layers, uint32_t kv_heads, uint32_t
     p->scratch_blocks = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_blocks));
     p->scratch_epochs = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_epochs));
     p->scratch_sums = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_sums));
+    p->scratch_keys = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_keys));
     if (with_store) {
         join_store(w);
     }
@@ -211,6 +212,7 @@ static int teardown(void **state)
     free(p->scratch_blocks);
     free(p->scratch_epochs);
     free(p->scratch_sums);
+    free(p->scratch_keys);
     free(w->memory);
     free(p);
     free(w);
