@@ -26,11 +26,17 @@ static double time_for(const pfn_rate_t *rate, uint32_t blocks)
     return rate->ns * blocks / TD_MAX(rate->amount, 1e-9);
 }
 
-/* Are so many blocks here sooner from the store than by computing them? By what both took lately;
+/* Are so many blocks more here sooner from the store (of which a mask needs some only) than by
+ * computing them? By what both took lately;
  * where that is not known, the store is tried. */
-static bool fetching_pays(const pfn_node_t *p, uint32_t blocks)
+static bool fetching_pays(const pfn_node_t *p, const pfn_request_t *r, uint32_t blocks)
 {
-    double fetch_ns = time_for(&p->fetch_rate, blocks);
+    const uint32_t tokens = td_node_layout(&p->node)->block_tokens;
+    const uint32_t begin = r->seq.block_count * tokens;
+    const uint32_t end = begin + blocks * tokens;
+    const uint32_t fetched =
+        td_attention_blocks_needed(td_node_mask(&p->node), tokens, end, begin, end);
+    double fetch_ns = time_for(&p->fetch_rate, fetched);
     double compute_ns = time_for(&p->compute_rate, blocks);
 
     return fetch_ns <= 0 || compute_ns <= 0 || fetch_ns <= compute_ns;
@@ -120,7 +126,7 @@ static void lookup_done(void *ctx, uint64_t tag, td_status_t status,
     if (r == NULL || r->state != PFN_WAIT_LOOKUP) {
         return;
     }
-    if (found != NULL && !fetching_pays(p, found->count)) {
+    if (found != NULL && !fetching_pays(p, r, found->count)) {
         td_metric_add(p->fetches_skipped, 1);
         found = NULL;
     }
