@@ -172,6 +172,50 @@ static void test_masked_batches_have_the_same_bits(void **state)
     }
 }
 
+/* Rows on both sides of a span's end in one pass, whose parts are merged after other passes have
+ * left theirs: as one after the other. */
+static void test_masked_rows_across_a_span_have_the_same_bits(void **state)
+{
+    enum { FIRST = 506, ROWS = 12 };
+    (void)state;
+
+    for (size_t m = 0; m < TD_ARRAY_LEN(masks); m++) {
+        td_model_options_t options = default_options();
+        float want[ROWS][TINY_VOCAB];
+        const float *logits = NULL;
+        tiny_t tiny;
+        rig_t rig;
+        td_gguf_t *gguf =
+            open_tiny(&(tiny_spec_t){.type = TD_GGUF_Q4_0, .context = LONG_CONTEXT}, &tiny);
+
+        options.attention = masks[m];
+        rig_init(&rig, gguf, &options, 1, LONG_TOKENS);
+        prefill(&rig, 0, LONG_TOKENS - 20, 512, want[0]);
+        for (uint32_t i = 0; i < 20; i++) { /* fills the parts */
+            set_row(&rig, 0, 0, LONG_TOKENS - 20 + i, true);
+            assert_int_equal(
+                td_model_forward(rig.model, rig.pool, rig.rows, 1, 0, NULL, NULL, &logits), TD_OK);
+        }
+        for (uint32_t together = 0; together < 2; together++) {
+            for (uint32_t i = 0; i < ROWS; i++) {
+                set_row(&rig, together * i, 0, FIRST + i, true);
+                if (!together) {
+                    assert_int_equal(td_model_forward(rig.model, rig.pool, rig.rows, 1, 0, NULL,
+                                                      NULL, &logits),
+                                     TD_OK);
+                    memcpy(want[i], logits, sizeof(want[i]));
+                }
+            }
+        }
+        assert_int_equal(
+            td_model_forward(rig.model, rig.pool, rig.rows, ROWS, 0, NULL, NULL, &logits), TD_OK);
+        assert_same_bits(want[0], logits, ROWS * TINY_VOCAB);
+        rig_fini(&rig);
+        td_gguf_close(gguf);
+        tiny_fini(&tiny);
+    }
+}
+
 static void compare_attention(const tiny_spec_t *spec_a, const td_model_options_t *a,
                               const tiny_spec_t *spec_b, const td_model_options_t *b, bool same)
 {
@@ -355,6 +399,7 @@ int main(void)
         cmocka_unit_test(test_masked_models_match_the_textbook),
         cmocka_unit_test(test_masked_models_have_the_same_bits),
         cmocka_unit_test(test_masked_batches_have_the_same_bits),
+        cmocka_unit_test(test_masked_rows_across_a_span_have_the_same_bits),
         cmocka_unit_test(test_a_window_over_everything_is_full_attention),
         cmocka_unit_test(test_the_window_comes_from_the_model_or_the_option),
         cmocka_unit_test(test_a_context_longer_than_the_models_has_the_same_angles),
