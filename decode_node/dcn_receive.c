@@ -268,7 +268,8 @@ void dcn_receive_ready(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **aren
         return;
     }
     if (m->first_block > t->held_blocks ||
-        m->count != listed_before(d, t, m->first_block, t->blocks) || m->choice_count != t->work.n) {
+        m->count != listed_before(d, t, m->first_block, t->blocks) ||
+        m->choice_count != t->work.n) {
         fail(d, t, TD_ERR_PROTOCOL);
         return;
     }

@@ -187,9 +187,9 @@ static uint32_t first_choice_blocks(const dcn_node_t *d, const dcn_ticket_t *t, 
 {
     const td_kv_layout_t *layout = td_node_layout(&d->node);
     const td_msg_work_t *w = &t->work;
-    const uint32_t prompt = td_attention_blocks_needed(
-        td_node_mask(&d->node), layout->block_tokens, w->prompt_tokens,
-        from_block * layout->block_tokens, w->prompt_tokens);
+    const uint32_t prompt =
+        td_attention_blocks_needed(td_node_mask(&d->node), layout->block_tokens, w->prompt_tokens,
+                                   from_block * layout->block_tokens, w->prompt_tokens);
     const uint32_t growth = td_kv_blocks_for(layout, w->prompt_tokens + growth_tokens) - t->blocks;
     const uint32_t most = dcn_ticket_blocks_max(d, t);
 
@@ -213,9 +213,10 @@ static void note_held(dcn_node_t *d, dcn_ticket_t *t)
     }
 }
 
-/* Pins what is here and needed of the prompt and promises the rest of prompt and growth, for all choices: all
- * growth for several, the expected one for a single one, which may give way (dcn_preempt.c).
- * Choices after the first share the prompt's full blocks and copy the partial one when they write.
+/* Pins what is here and needed of the prompt and promises the rest of prompt and growth, for all
+ * choices: all growth for several, the expected one for a single one, which may give way
+ * (dcn_preempt.c). Choices after the first share the prompt's full blocks and copy the partial one
+ * when they write.
  */
 static td_status_t reserve_blocks(dcn_node_t *d, dcn_ticket_t *t)
 {

@@ -249,7 +249,8 @@ static void offer_blocks(pfn_node_t *p, const pfn_request_t *r, uint32_t count)
     }
 }
 
-/* New full blocks up to `end` become a prefix for others, here and, if offered, through the store. */
+/* New full blocks up to `end` become a prefix for others, here and, if offered, through the store.
+ */
 static void publish_blocks(pfn_node_t *p, pfn_request_t *r, uint32_t end, bool offered)
 {
     uint32_t count = 0;
@@ -276,8 +277,8 @@ static void publish_blocks(pfn_node_t *p, pfn_request_t *r, uint32_t end, bool o
  * and offered to the store while the pool has as many blocks to spare as the offer pins. */
 static void leave_behind(pfn_node_t *p, pfn_request_t *r)
 {
-    const uint32_t full = TD_MIN(r->done_tokens / td_node_layout(&p->node)->block_tokens,
-                                 r->full_blocks);
+    const uint32_t full =
+        TD_MIN(r->done_tokens / td_node_layout(&p->node)->block_tokens, r->full_blocks);
     const td_pool_counts_t c = td_pool_counts(p->node.pool);
 
     if (td_node_mask(&p->node)->kind == TD_ATTENTION_FULL) {

@@ -97,12 +97,12 @@ typedef struct pfn_node {
     uint32_t request_count;
     pfn_batch_t batch;
     uint64_t next_serial;
-    uint64_t tokens_per_s;    /* measured over batches */
-    pfn_rate_t compute_rate;  /* blocks' worth of rows */
-    pfn_rate_t fetch_rate;    /* blocks from the store, hashed */
-    uint32_t *scratch_blocks; /* owned, [TD_MSG_BLOCKS_MAX] */
-    uint64_t *scratch_epochs; /* owned */
-    uint64_t *scratch_sums;   /* owned */
+    uint64_t tokens_per_s;        /* measured over batches */
+    pfn_rate_t compute_rate;      /* blocks' worth of rows */
+    pfn_rate_t fetch_rate;        /* blocks from the store, hashed */
+    uint32_t *scratch_blocks;     /* owned, [TD_MSG_BLOCKS_MAX] */
+    uint64_t *scratch_epochs;     /* owned */
+    uint64_t *scratch_sums;       /* owned */
     td_block_key_t *scratch_keys; /* owned */
     td_metric_t *tokens_computed;
     td_metric_t *tokens_local;

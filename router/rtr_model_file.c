@@ -64,8 +64,9 @@ static td_status_t read_file(const td_gguf_t *gguf, uint32_t context_max, uint32
     TD_TRY(read_shape(gguf, block_tokens, codec, out));
     if (context_max > model->context_max) {
         /* Nodes with a mask can do it, and those without do not start with such an option. */
-        TD_LOG_INFO("context-max above the model's", "got=%u model=%u needs=\"nodes with attention "
-                                                     "window or strided\"",
+        TD_LOG_INFO("context-max above the model's",
+                    "got=%u model=%u needs=\"nodes with attention "
+                    "window or strided\"",
                     context_max, model->context_max);
     }
     model->context_max = context_max > 0 ? context_max : model->context_max;

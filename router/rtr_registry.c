@@ -29,7 +29,7 @@ struct rtr_registry {
     uint64_t peers_version;
     uint64_t next_lease_ns;
     uint64_t last_tick_ns;
-    char numerics[64]; /* of the live prefill and decode nodes */
+    char numerics[64];        /* of the live prefill and decode nodes */
     td_attention_mask_t mask; /* as it says */
     refusal_t refusals[REFUSALS_MAX];
     atomic_uint live[TD_ROLE_KVSTORE + 1]; /* relaxed: counts for other threads to look at */
@@ -234,10 +234,11 @@ static td_status_t check_model(const rtr_registry_t *reg, const td_msg_register_
         return refuse(r, why, why_len, "wrong model: its file differs from the router's");
     }
     if (reg->numerics[0] != '\0' && strcmp(reg->numerics, r->numerics_class) != 0) {
-        (void)snprintf(text, sizeof(text),
-                       "wrong precision, attention or backend: numerics class is \"%s\", the cluster's is "
-                       "\"%s\"",
-                       r->numerics_class, reg->numerics);
+        (void)snprintf(
+            text, sizeof(text),
+            "wrong precision, attention or backend: numerics class is \"%s\", the cluster's is "
+            "\"%s\"",
+            r->numerics_class, reg->numerics);
         return refuse(r, why, why_len, text);
     }
     if (strcmp(r->kv_codec, reg->config.kv_codec) != 0) {
@@ -426,8 +427,9 @@ static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t 
         (void)snprintf(reg->numerics, sizeof(reg->numerics), "%s", r->numerics_class);
         reg->mask = mask_of(r->numerics_class);
         if (r->context_max < reg->config.context_max) {
-            TD_LOG_WARN("node takes shorter requests than this router", "node=%s context_max=%u "
-                                                                        "router=%u",
+            TD_LOG_WARN("node takes shorter requests than this router",
+                        "node=%s context_max=%u "
+                        "router=%u",
                         r->self.id, r->context_max, reg->config.context_max);
         }
     }

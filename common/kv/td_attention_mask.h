@@ -1,5 +1,6 @@
 /* td_attention_mask.h - which key positions a query position sees, as a pure function of absolute
- * positions, and so which KV blocks nobody will read any more. Design: common/kv/DESIGN.md, "Masks".
+ * positions, and so which KV blocks nobody will read any more. Design: common/kv/DESIGN.md,
+ * "Masks".
  *
  *   full            q sees every p <= q
  *   window W, N     p <= q and (q - p < W or p < N)
@@ -8,8 +9,8 @@
  * What a query sees beyond its window (sinks, summaries) every later one sees too: such positions
  * are called lasting. So a block is needed while it lies in the window, and for good if it has a
  * lasting position.
- * Source: windows: Mistral 7B (Jiang et al. 2023, section 2); sinks: StreamingLLM (Xiao et al. 2023,
- * section 3.2); strided: Sparse Transformers (Child et al. 2019, section 4.3), see DESIGN.md.
+ * Source: windows: Mistral 7B (Jiang et al. 2023, section 2); sinks: StreamingLLM (Xiao et al.
+ * 2023, section 3.2); strided: Sparse Transformers (Child et al. 2019, section 4.3), see DESIGN.md.
  * Threads: any (plain values). */
 #pragma once
 
@@ -24,8 +25,9 @@
 #define TD_ATTENTION_SUMMARY 16u              /* summary positions of a stride, unless told */
 #define TD_ATTENTION_NONE UINT32_MAX          /* no position; as a query: one after all others */
 #define TD_ATTENTION_TEXT_MAX 48u             /* bytes of a mask's name, with the final zero */
-#define TD_ATTENTION_FORMS "full, window:W, window:W,SINKS, strided:LOCAL,STRIDE or "               \
-                           "strided:LOCAL,STRIDE,SUMMARY"
+#define TD_ATTENTION_FORMS                                                                         \
+    "full, window:W, window:W,SINKS, strided:LOCAL,STRIDE or "                                     \
+    "strided:LOCAL,STRIDE,SUMMARY"
 
 typedef enum td_attention_kind {
     TD_ATTENTION_FULL = 0, /* so that a zeroed mask is full */
@@ -83,8 +85,8 @@ static inline uint32_t td_attention_next(const td_attention_mask_t *mask, uint32
 
 /** Does any position from `from` on see anything of [begin, end)? If not, what is stored there may
  * go. O(1). */
-static inline bool td_attention_needs(const td_attention_mask_t *mask, uint32_t from, uint32_t begin,
-                                      uint32_t end)
+static inline bool td_attention_needs(const td_attention_mask_t *mask, uint32_t from,
+                                      uint32_t begin, uint32_t end)
 {
     return td_attention_next(mask, from, TD_ATTENTION_NONE - 1, begin) < end;
 }
@@ -102,17 +104,17 @@ static inline uint32_t td_attention_bits(const td_attention_mask_t *mask, uint32
 {
     const uint32_t window = td_attention_window(mask, q);
     const uint32_t past = q < tile ? 0 : q - tile >= 31 ? UINT32_MAX : (2u << (q - tile)) - 1;
-    const uint32_t before = window <= tile            ? 0
+    const uint32_t before = window <= tile        ? 0
                             : window - tile >= 32 ? UINT32_MAX
-                                                      : (1u << (window - tile)) - 1;
+                                                  : (1u << (window - tile)) - 1;
     return past & (~before | lasting);
 }
 
 /** The lasting positions of [tile, tile + 32), as bits. */
 uint32_t td_attention_lasting_bits(const td_attention_mask_t *mask, uint32_t tile);
 
-/** Blocks of positions [begin, end), the last one whole, that positions from `from` on need. begin is
- * a multiple of block_tokens. Cost: O(blocks), full O(1). */
+/** Blocks of positions [begin, end), the last one whole, that positions from `from` on need. begin
+ * is a multiple of block_tokens. Cost: O(blocks), full O(1). */
 uint32_t td_attention_blocks_needed(const td_attention_mask_t *mask, uint32_t block_tokens,
                                     uint32_t from, uint32_t begin, uint32_t end);
 /** The most blocks that a sequence of up to `tokens` positions needs at once when it grows by up to

@@ -11,8 +11,8 @@
 #include "common/kv/td_pool.h"
 
 typedef struct td_seq {
-    td_pool_t *pool;              /* borrowed */
-    const td_kv_layout_t *layout; /* borrowed */
+    td_pool_t *pool;                 /* borrowed */
+    const td_kv_layout_t *layout;    /* borrowed */
     const td_attention_mask_t *mask; /* borrowed */
     uint32_t *blocks;                /* owned; [block_cap] block table */
     uint32_t block_cap;              /* blocks */
@@ -53,9 +53,10 @@ static inline bool td_seq_needs(const td_seq_t *seq, uint32_t from, uint32_t blo
     const uint32_t tokens = seq->layout->block_tokens;
     return td_attention_needs(seq->mask, from, block * tokens, (block + 1) * tokens);
 }
-/** Gives up every block that no position from `from` on needs; the promise for it is renewed as long
- * as the sequence still grows. Positions before `from` must never be computed again, and no pass may
- * be reading the table. Cost: O(1) per block, each is looked at once; allocates nothing. */
+/** Gives up every block that no position from `from` on needs; the promise for it is renewed as
+ * long as the sequence still grows. Positions before `from` must never be computed again, and no
+ * pass may be reading the table. Cost: O(1) per block, each is looked at once; allocates nothing.
+ */
 void td_seq_forget(td_seq_t *seq, uint32_t from);
 /** Gives back what is promised beyond `most` blocks, those that are held counted. */
 void td_seq_trim(td_seq_t *seq, uint32_t most);

@@ -52,16 +52,16 @@ typedef struct td_model_info {
     td_kv_layout_t kv;
     td_attention_mask_t attention; /* of every layer */
     uint8_t fingerprint[32];       /* of the model file */
-    char numerics_class[64]; /* what may change bits, e.g. "cpu/mixed/r2/window:512" (I1) */
-    char name[64];           /* general.name, printable */
+    char numerics_class[64];       /* what may change bits, e.g. "cpu/mixed/r2/window:512" (I1) */
+    char name[64];                 /* general.name, printable */
 } td_model_info_t;
 
 /** One token of one sequence. Rows of a sequence stand together in ascending position. */
 typedef struct td_model_row {
     uint32_t token;
     uint32_t position;      /* absolute */
-    const uint32_t *blocks; /* borrowed: block i holds positions [i * block_tokens, ...); one that no
-                               row of the pass needs (the mask) may be anything */
+    const uint32_t *blocks; /* borrowed: block i holds positions [i * block_tokens, ...); one that
+                               no row of the pass needs (the mask) may be anything */
     bool want_logits;
 } td_model_row_t;
 

@@ -161,8 +161,8 @@ static td_status_t read_attention(td_model_t *m, const td_gguf_t *gguf)
 
     if (m->options.attention != NULL) {
         if (td_attention_mask_parse(m->options.attention, mask) != TD_OK) {
-            TD_LOG_ERROR("attention not understood", "got=\"%s\" expected=\"" TD_ATTENTION_FORMS
-                                                     "\" positions_max=%u",
+            TD_LOG_ERROR("attention not understood",
+                         "got=\"%s\" expected=\"" TD_ATTENTION_FORMS "\" positions_max=%u",
                          m->options.attention, TD_ATTENTION_POSITIONS_MAX);
             return TD_ERR_INVALID;
         }
@@ -207,12 +207,13 @@ static td_status_t read_hyper_parameters(td_model_t *m, const td_gguf_t *gguf)
     TD_TRY(read_head_dim(m, gguf));
     TD_TRY(read_attention(m, gguf));
     m->rope_positions = info->context_max;
-    /* Past what it was trained for a model is lost, unless no query looks back that far. */
+    /* With full attention queries would look back further than the model was trained for. */
     if (m->options.context_max > info->context_max && info->attention.kind == TD_ATTENTION_FULL) {
-        TD_LOG_ERROR("context longer than the model's",
-                     "context_max=%u model=%u expected=\"full attention ends there; a longer context "
-                     "needs --attention window or strided\"",
-                     m->options.context_max, info->context_max);
+        TD_LOG_ERROR(
+            "context longer than the model's",
+            "context_max=%u model=%u expected=\"full attention ends there; a longer context "
+            "needs --attention window or strided\"",
+            m->options.context_max, info->context_max);
         return TD_ERR_INVALID;
     }
     if (m->options.context_max > CONTEXT_MAX) {
@@ -637,9 +638,9 @@ void td_model_destroy(td_model_t *m)
     for (uint32_t t = 0; m->scratch != NULL && t < m->options.threads; t++) {
         td_free(m->scratch[t]);
     }
-    void *const owned[] = {m->output_norm, m->rope,   m->x,         m->normed,   m->y,
-                           m->q,           m->k,      m->v,         m->attn,     m->gate,
-                           m->up,          m->logits, m->scratch,   m->segments, m->segment_of,
+    void *const owned[] = {m->output_norm, m->rope,   m->x,          m->normed,     m->y,
+                           m->q,           m->k,      m->v,          m->attn,       m->gate,
+                           m->up,          m->logits, m->scratch,    m->segments,   m->segment_of,
                            m->items,       m->parts,  m->logit_rows, m->rope_steps, m->rope_far};
     for (size_t i = 0; i < TD_ARRAY_LEN(owned); i++) {
         td_free(owned[i]);

@@ -338,9 +338,9 @@ uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint3
 {
     const uint32_t first = seq->block_count;
     const uint32_t behind = (first + found->count) * td_node_layout(n)->block_tokens;
-    const uint32_t needed = td_attention_blocks_needed(
-        td_node_mask(n), td_node_layout(n)->block_tokens, behind,
-        first * td_node_layout(n)->block_tokens, behind);
+    const uint32_t needed =
+        td_attention_blocks_needed(td_node_mask(n), td_node_layout(n)->block_tokens, behind,
+                                   first * td_node_layout(n)->block_tokens, behind);
     uint32_t at = 0;
 
     *jobs_out = 0;

@@ -38,11 +38,13 @@
          0,                                                                                          \
          0,                                                                                          \
          TD_KV_CODEC_NAMES},                                                                         \
+        {"context-max",                                                                              \
+         TD_OPTION_COUNT,                                                                            \
+         "0",                                                                                        \
+         "tokens of a request, 0 = the model's; longer ones need a mask (attention)",                \
+         0,                                                                                          \
+         1 << 20},                                                                                   \
     {                                                                                                \
-        "context-max", TD_OPTION_COUNT, "0",                                                         \
-            "tokens of a request, 0 = the model's; longer ones need a mask (attention)", 0, 1 << 20  \
-    }                                                                                                \
-    , {                                                                                              \
         "attention", TD_OPTION_TEXT, NULL,                                                           \
             "what a token sees, one for the whole cluster [the model's]: " TD_ATTENTION_FORMS        \
     }

@@ -140,8 +140,8 @@ static bool speculate(kv_bench_t *b)
     uint32_t written = 0;
     uint64_t allocs = 0;
     uint64_t begin_ns = 0;
-    bool ok =
-        td_seq_init(&seq, b->pool, &layout, &full_mask, 2048) == TD_OK && td_seq_reserve(&seq, 128) == TD_OK;
+    bool ok = td_seq_init(&seq, b->pool, &layout, &full_mask, 2048) == TD_OK &&
+              td_seq_reserve(&seq, 128) == TD_OK;
 
     allocs = td_alloc_count();
     begin_ns = td_now_ns();

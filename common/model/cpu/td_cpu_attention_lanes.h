@@ -17,8 +17,8 @@
 #define SCORE_VECTORS 3u /* with 4 tokens: 12 chains at once */
 #define MIX_VECTORS 4u   /* of a value, for VEC_MIX_QUERIES queries at once */
 
-/* Gathers runs of up to 16 tokens of which some are seen: blocks hold 16 or a multiple. What is left
- * out keeps old numbers, which are never used. Shape: out [tokens][head_dim]. */
+/* Gathers runs of up to 16 tokens of which some are seen: blocks hold 16 or a multiple. What is
+ * left out keeps old numbers, which are never used. Shape: out [tokens][head_dim]. */
 static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
                       uint32_t seen, float *out)
 {

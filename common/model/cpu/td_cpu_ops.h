@@ -158,8 +158,8 @@ typedef struct td_cpu_ops {
      * nobody sees any: its block may be gone. */
     void (*attention)(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
     /** Merges the parts of one query's spans, in ascending order and part_stride floats apart (one
-     * is overwritten), and divides by the sum. Parts of which it sees nothing have a sum of zero and
-     * are left out. Shape: out [head_dim]. */
+     * is overwritten), and divides by the sum. Parts of which it sees nothing have a sum of zero
+     * and are left out. Shape: out [head_dim]. */
     void (*merge)(float *parts, size_t part_stride, uint32_t count, uint32_t head_dim, float *out);
 } td_cpu_ops_t;
 
@@ -214,8 +214,8 @@ typedef struct td_cpu_tile_view {
     uint32_t any;
 } td_cpu_tile_view_t;
 
-static inline uint32_t td_cpu_row_bits(const td_cpu_attention_t *job, const td_cpu_tile_view_t *view,
-                                       uint32_t row, uint32_t tile)
+static inline uint32_t td_cpu_row_bits(const td_cpu_attention_t *job,
+                                       const td_cpu_tile_view_t *view, uint32_t row, uint32_t tile)
 {
     return td_attention_bits(&job->mask, job->position + row, tile, view->lasting);
 }

@@ -779,8 +779,8 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_i3_decode_refuses_blocks_that_are_not_seen, setup,
                                         teardown),
-        cmocka_unit_test_setup_teardown(
-            test_i3_decode_refuses_a_list_of_other_blocks_than_are_seen, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_i3_decode_refuses_a_list_of_other_blocks_than_are_seen,
+                                        setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

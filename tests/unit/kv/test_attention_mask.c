@@ -150,7 +150,8 @@ static void test_mask_lasting_blocks_are_needed_for_good(void **state)
 {
     static const td_attention_mask_t strided = {
         .kind = TD_ATTENTION_STRIDED, .local = 256, .stride = 128, .summary = 16};
-    static const td_attention_mask_t window = {.kind = TD_ATTENTION_WINDOW, .local = 512, .sinks = 4};
+    static const td_attention_mask_t window = {
+        .kind = TD_ATTENTION_WINDOW, .local = 512, .sinks = 4};
 
     (void)state;
     for (uint32_t b = 0; b < 10000; b++) { /* one block in eight stays */

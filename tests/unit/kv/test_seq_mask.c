@@ -119,9 +119,9 @@ static void test_seq_forgets_exactly_what_nobody_needs(void **state)
                 }
                 td_seq_forget(&seq, p + 1);
                 for (uint32_t b = 0; b < seq.block_count; b++) {
-                    assert_int_equal(seq.blocks[b] != TD_POOL_NONE,
-                                     td_attention_needs(&masks[m], p + 1, b * TOKENS,
-                                                        (b + 1) * TOKENS));
+                    assert_int_equal(
+                        seq.blocks[b] != TD_POOL_NONE,
+                        td_attention_needs(&masks[m], p + 1, b * TOKENS, (b + 1) * TOKENS));
                 }
                 assert_int_equal(td_pool_counts(pool).active, seq.held);
             }
@@ -187,10 +187,10 @@ static void test_seq_match_is_the_longest_that_can_go_on(void **state)
             assert_int_equal(seq.block_count, found);
             assert_int_equal(td_pool_counts(pool).active, seq.held);
             for (uint32_t b = 0; b < found; b++) {
-                const bool needed = td_attention_needs(&masks[m], found * TOKENS, b * TOKENS,
-                                                       (b + 1) * TOKENS);
-                assert_int_equal(seq.blocks[b], needed ? td_pool_find(pool, &keys[b])
-                                                       : TD_POOL_NONE);
+                const bool needed =
+                    td_attention_needs(&masks[m], found * TOKENS, b * TOKENS, (b + 1) * TOKENS);
+                assert_int_equal(seq.blocks[b],
+                                 needed ? td_pool_find(pool, &keys[b]) : TD_POOL_NONE);
             }
             td_seq_fini(&seq);
         }
@@ -213,18 +213,18 @@ static void test_seq_hold_ends_at_the_first_that_is_needed_and_not_here(void **s
             const uint64_t present = ~(1ull << (uint32_t)rand_r(&seed) % KEYS);
             uint32_t want = 0;
             td_seq_t seq;
-            while (want < KEYS && ((present >> want & 1) != 0 ||
-                                   !td_attention_needs(&masks[m], from, want * TOKENS,
-                                                       (want + 1) * TOKENS))) {
+            while (want < KEYS &&
+                   ((present >> want & 1) != 0 ||
+                    !td_attention_needs(&masks[m], from, want * TOKENS, (want + 1) * TOKENS))) {
                 want++;
             }
             cache_blocks(pool, present);
             assert_int_equal(td_seq_init(&seq, pool, &layout, &masks[m], KEYS * TOKENS), TD_OK);
             assert_int_equal(td_seq_hold(&seq, from, keys, KEYS), want);
             for (uint32_t b = 0; b < want; b++) {
-                assert_int_equal(seq.blocks[b] == TD_POOL_NONE,
-                                 !td_attention_needs(&masks[m], from, b * TOKENS,
-                                                     (b + 1) * TOKENS));
+                assert_int_equal(
+                    seq.blocks[b] == TD_POOL_NONE,
+                    !td_attention_needs(&masks[m], from, b * TOKENS, (b + 1) * TOKENS));
             }
             td_seq_fini(&seq);
         }
@@ -340,7 +340,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_seq_memory_of_a_long_stream_is_flat, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_seq_forgets_exactly_what_nobody_needs, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_seq_forgets_exactly_what_nobody_needs, setup,
+                                        teardown),
         cmocka_unit_test_setup_teardown(test_seq_match_is_the_longest_that_can_go_on, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_seq_hold_ends_at_the_first_that_is_needed_and_not_here,

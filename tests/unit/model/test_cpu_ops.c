@@ -425,8 +425,8 @@ static void attention_has_the_same_bits(const td_cpu_ops_t *v)
     }
 }
 
-/* Windows that end within tiles, blocks and spans, with and without sinks, and summaries everywhere,
- * in every codec, over tables whose other blocks are gone. */
+/* Windows that end within tiles, blocks and spans, with and without sinks, and summaries
+ * everywhere, in every codec, over tables whose other blocks are gone. */
 static void masked_attention_has_the_same_bits(const td_cpu_ops_t *v)
 {
     static const td_attention_mask_t masks[] = {

@@ -13,9 +13,9 @@
 
 enum { TEXTBOOK_TOKENS = 110, LONG_TOKENS = 700, LONG_CONTEXT = 800 };
 
-static const char *const masks[] = {"window:1",          "window:20",         "window:50,3",
-                                    "window:600",        "strided:24,64,8",   "strided:7,10,1",
-                                    "window:33,40",      "strided:100,300,5"};
+static const char *const masks[] = {"window:1",     "window:20",        "window:50,3",
+                                    "window:600",   "strided:24,64,8",  "strided:7,10,1",
+                                    "window:33,40", "strided:100,300,5"};
 
 static const char *const isas[] = {"portable", "avx2", "avx512"};
 static const td_isa_t isa_values[] = {TD_ISA_PORTABLE, TD_ISA_AVX2, TD_ISA_AVX512};
@@ -200,9 +200,9 @@ static void test_masked_rows_across_a_span_have_the_same_bits(void **state)
             for (uint32_t i = 0; i < ROWS; i++) {
                 set_row(&rig, together * i, 0, FIRST + i, true);
                 if (!together) {
-                    assert_int_equal(td_model_forward(rig.model, rig.pool, rig.rows, 1, 0, NULL,
-                                                      NULL, &logits),
-                                     TD_OK);
+                    assert_int_equal(
+                        td_model_forward(rig.model, rig.pool, rig.rows, 1, 0, NULL, NULL, &logits),
+                        TD_OK);
                     memcpy(want[i], logits, sizeof(want[i]));
                 }
             }

@@ -24,7 +24,7 @@ static inline td_model_options_t default_options(void)
 }
 
 static inline void rig_init(rig_t *rig, const td_gguf_t *gguf, const td_model_options_t *options,
-                     uint32_t sequences, uint32_t tokens)
+                            uint32_t sequences, uint32_t tokens)
 {
     uint32_t blocks = 0;
 
@@ -59,7 +59,7 @@ static inline uint32_t token_at(const rig_t *rig, uint32_t sequence, uint32_t po
 }
 
 static inline void set_row(rig_t *rig, uint32_t row, uint32_t sequence, uint32_t position,
-                    bool want_logits)
+                           bool want_logits)
 {
     rig->rows[row] = (td_model_row_t){.token = token_at(rig, sequence, position),
                                       .position = position,
@@ -69,7 +69,8 @@ static inline void set_row(rig_t *rig, uint32_t row, uint32_t sequence, uint32_t
 
 /* Positions [0, tokens) of a sequence in chunks; logits of the last one of each chunk are asked
  * for, those of the last position copied. Shape: out [vocab_size]. */
-static inline void prefill(rig_t *rig, uint32_t sequence, uint32_t tokens, uint32_t chunk, float *out)
+static inline void prefill(rig_t *rig, uint32_t sequence, uint32_t tokens, uint32_t chunk,
+                           float *out)
 {
     const float *logits = NULL;
 

@@ -41,15 +41,15 @@ typedef struct tiny_tensor {
 typedef struct tiny_spec {
     td_gguf_type_t type; /* of the matrices */
     bool untied;
-    uint32_t rope_dim;        /* 0 = the head's size */
-    const char *architecture; /* NULL = llama */
-    const char *leave_out;    /* a key or tensor that is not written */
-    const char *extra_tensor; /* a vector nobody knows */
-    const char *misshapen;    /* a tensor whose outputs are 8 too many */
-    uint32_t heads;           /* 0 = TINY_HEADS; metadata only */
-    uint32_t blocks;          /* 0 = TINY_LAYERS; metadata only */
-    uint32_t context;         /* 0 = TINY_CONTEXT; metadata only */
-    uint32_t window;          /* llama.attention.sliding_window; 0 = not written */
+    uint32_t rope_dim;          /* 0 = the head's size */
+    const char *architecture;   /* NULL = llama */
+    const char *leave_out;      /* a key or tensor that is not written */
+    const char *extra_tensor;   /* a vector nobody knows */
+    const char *misshapen;      /* a tensor whose outputs are 8 too many */
+    uint32_t heads;             /* 0 = TINY_HEADS; metadata only */
+    uint32_t blocks;            /* 0 = TINY_LAYERS; metadata only */
+    uint32_t context;           /* 0 = TINY_CONTEXT; metadata only */
+    uint32_t window;            /* llama.attention.sliding_window; 0 = not written */
     const char *window_pattern; /* NULL = not written */
 } tiny_spec_t;
 
