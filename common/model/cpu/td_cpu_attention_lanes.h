@@ -346,16 +346,47 @@ static void mix_queries(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head
     }
 }
 
-static void mix_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim, uint32_t queries)
+/* whole: all queries see all of the tile. */
+static void mix_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim, uint32_t queries,
+                     bool whole)
 {
     uint32_t i = 0;
 
     for (; i + VEC_MIX_QUERIES <= queries; i += VEC_MIX_QUERIES) {
-        mix_queries(s, lanes, head_dim, i);
+        if (whole) {
+            mix_many(s, lanes, head_dim, i, 0, TD_CPU_TILE_TOKENS);
+        } else {
+            mix_queries(s, lanes, head_dim, i);
+        }
     }
     for (; i < queries; i++) {
-        mix_alone(s, lanes, head_dim, i, s->seen[i]);
+        mix_alone(s, lanes, head_dim, i, whole ? UINT32_MAX : s->seen[i]);
     }
+}
+
+/* Fills in what each lane sees; lanes behind the last query are as that one. Answers whether all
+ * see all of the tile. */
+static bool see_tile(const td_cpu_attention_t *job, const td_cpu_scratch_t *s, uint32_t lanes,
+                     const td_cpu_tile_view_t *view, uint32_t tile)
+{
+    uint32_t common = UINT32_MAX;
+    uint32_t bits = 0;
+    uint32_t lane = 0;
+
+    if (view->whole) {
+        return true; /* nobody asks */
+    }
+    for (uint32_t row = 0; row < job->rows; row++) {
+        bits = td_cpu_row_bits(job, view, row, tile);
+        common &= bits;
+        for (uint32_t i = 0; i < job->group; i++) {
+            s->seen[lane++] = bits;
+        }
+    }
+    while (lane < lanes) {
+        s->seen[lane++] = bits;
+    }
+    return common == UINT32_MAX;
 }
 
 static uint32_t lanes_of(const td_cpu_attention_t *job)
@@ -387,22 +418,17 @@ static void attend_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uin
     for (uint32_t tile = td_cpu_next_seen(job, begin, TD_CPU_TILE_TOKENS, end); tile < end;
          tile = td_cpu_next_seen(job, tile + TD_CPU_TILE_TOKENS, TD_CPU_TILE_TOKENS, end)) {
         const uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
-        td_cpu_tile_view_t view = {.lasting = td_attention_lasting_bits(&job->mask, tile)};
-        uint32_t common = UINT32_MAX;
-        for (uint32_t i = 0; i < lanes; i++) {
-            s->seen[i] = td_cpu_row_bits(job, &view, TD_MIN(i, queries - 1) / job->group, tile);
-            view.any |= s->seen[i];
-            common &= s->seen[i];
-        }
+        const td_cpu_tile_view_t view = td_cpu_view_tile(job, tile);
+        const bool whole = see_tile(job, s, lanes, &view, tile);
         load_tile(job, false, tile, tokens, view.any, s->keys);
         load_tile(job, true, tile, tokens, view.any, s->values);
         score_tile(s, lanes, head_dim, view.any);
-        if (common != UINT32_MAX) {
-            weigh_part(s, lanes);
-        } else {
+        if (whole) {
             weigh_tile(s, lanes);
+        } else {
+            weigh_part(s, lanes);
         }
-        mix_tile(s, lanes, head_dim, queries);
+        mix_tile(s, lanes, head_dim, queries, whole);
     }
 }
 

@@ -208,26 +208,29 @@ static inline uint32_t td_cpu_next_seen(const td_cpu_attention_t *job, uint32_t 
     return at == TD_ATTENTION_NONE ? end : at / size * size;
 }
 
-/** Of a tile: what each row sees, as bits, and what some row sees. */
+/** Of a tile: what its rows see, as bits. */
 typedef struct td_cpu_tile_view {
     uint32_t lasting;
-    uint32_t any;
+    uint32_t any; /* what some row sees */
+    bool whole;   /* all rows see all of it, as under full attention nearly always */
 } td_cpu_tile_view_t;
 
 static inline uint32_t td_cpu_row_bits(const td_cpu_attention_t *job,
                                        const td_cpu_tile_view_t *view, uint32_t row, uint32_t tile)
 {
-    return td_attention_bits(&job->mask, job->position + row, tile, view->lasting);
+    return view->whole ? UINT32_MAX
+                       : td_attention_bits(&job->mask, job->position + row, tile, view->lasting);
 }
+
+/** As td_cpu_view_tile(), where the rows may see parts. */
+td_cpu_tile_view_t td_cpu_view_part(const td_cpu_attention_t *job, uint32_t tile);
 
 static inline td_cpu_tile_view_t td_cpu_view_tile(const td_cpu_attention_t *job, uint32_t tile)
 {
-    td_cpu_tile_view_t view = {.lasting = td_attention_lasting_bits(&job->mask, tile)};
-
-    for (uint32_t row = 0; row < job->rows; row++) {
-        view.any |= td_cpu_row_bits(job, &view, row, tile);
+    if (job->mask.kind == TD_ATTENTION_FULL && job->position >= tile + TD_CPU_TILE_TOKENS - 1) {
+        return (td_cpu_tile_view_t){.any = UINT32_MAX, .whole = true};
     }
-    return view;
+    return td_cpu_view_part(job, tile);
 }
 
 /** Does a set of tokens of a tile have any of the 16 from t on? */
