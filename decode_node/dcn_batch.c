@@ -50,11 +50,11 @@ static td_status_t init_sequences(dcn_node_t *d, dcn_ticket_t *t)
 {
     const td_kv_layout_t *layout = td_node_layout(&d->node);
     uint32_t tokens_max = t->work.prompt_tokens + t->work.max_tokens;
-    uint32_t each = td_kv_blocks_for(layout, tokens_max) - t->full_blocks;
+    uint32_t each = dcn_ticket_choice_blocks(d, t);
 
     for (uint32_t i = 1; i < t->work.n; i++) {
         dcn_choice_t *c = &t->choices[i];
-        TD_TRY(td_seq_init(&c->seq, d->node.pool, layout, tokens_max));
+        TD_TRY(td_seq_init(&c->seq, d->node.pool, layout, td_node_mask(&d->node), tokens_max));
         td_seq_fork(&c->seq, &t->seq);
         c->seq.reserved = each; /* moved from the ticket's promise */
         t->reserve_choices -= each;
@@ -283,6 +283,7 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
     c->kv_tokens += part->rows;
     if (!part->samples) {
         dcn_stream_publish(d, c);
+        td_seq_forget(&c->seq, c->kv_tokens);
         return true;
     }
     d->batch.tokens += c->sampled_count;
@@ -295,6 +296,7 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
     }
     if (c->finish == TD_FINISH_NONE) {
         td_seq_truncate(&c->seq, c->kv_tokens);
+        td_seq_forget(&c->seq, c->kv_tokens); /* after what it had filled was published */
     }
     return true;
 }

@@ -58,7 +58,7 @@ typedef struct dcn_ticket {
     uint64_t deadline_ns;
     uint32_t blocks; /* of the prompt, with a partial last one */
     uint32_t full_blocks;
-    uint32_t held_blocks;        /* leading ones that were here before */
+    uint32_t held_blocks;        /* leading ones that were here before, or that nobody needs */
     td_block_key_t *keys;        /* owned, [blocks] */
     uint32_t *asked;             /* owned, [blocks]: layers asked for so far, from the first */
     uint32_t *layers;            /* owned, [blocks]: layers fetched so far */
@@ -146,6 +146,12 @@ void dcn_ticket_end(dcn_node_t *dcn, dcn_ticket_t *ticket, td_status_t status);
 dcn_ticket_t *dcn_ticket_find(dcn_node_t *dcn, uint64_t ticket, uint32_t attempt);
 void dcn_ticket_settle(dcn_node_t *dcn, dcn_ticket_t *ticket);
 void dcn_ticket_tick(dcn_node_t *dcn);
+/** The most blocks that one choice needs at once: all, or what its mask shows. */
+uint32_t dcn_ticket_blocks_max(const dcn_node_t *dcn, const dcn_ticket_t *ticket);
+/** Blocks by which each choice may have grown at once, beyond the prompt's full ones. */
+uint32_t dcn_ticket_choice_blocks(const dcn_node_t *dcn, const dcn_ticket_t *ticket);
+/** Does generation need a block of the prompt? */
+bool dcn_ticket_needs(const dcn_ticket_t *ticket, uint32_t block);
 
 /* dcn_receive.c: the hand-off's receiving side */
 void dcn_receive_layers(dcn_node_t *dcn, const td_msg_t *msg);

@@ -58,15 +58,31 @@ static td_status_t submit_range(dcn_node_t *d, dcn_ticket_t *t, uint32_t layer_b
     return TD_OK;
 }
 
-/* Takes blocks from the reservation up to a logical index. */
+/* Takes blocks from the reservation up to a logical index, for those that generation needs. */
 static void grow_to(dcn_ticket_t *t, uint32_t blocks)
 {
     while (t->seq.block_count < blocks) {
-        (void)td_seq_grow_raw(&t->seq); /* fetched whole: every byte is written */
+        if (dcn_ticket_needs(t, t->seq.block_count)) {
+            (void)td_seq_grow_raw(&t->seq); /* fetched whole: every byte is written */
+        } else {
+            td_seq_skip(&t->seq);
+        }
     }
 }
 
-/* No byte of a block is fetched twice: it may be hashed already, and must stay what was hashed. */
+/* KvReady lists the blocks that generation needs, from first_block on: where those from `block` on
+ * begin in it. */
+static uint32_t listed_before(const dcn_node_t *d, const dcn_ticket_t *t, uint32_t first_block,
+                              uint32_t block)
+{
+    const uint32_t tokens = td_node_layout(&d->node)->block_tokens;
+    return td_attention_blocks_needed(td_node_mask(&d->node), tokens, t->work.prompt_tokens,
+                                      first_block * tokens,
+                                      TD_MIN(block * tokens, t->work.prompt_tokens));
+}
+
+/* No byte of a block is fetched twice: it may be hashed already, and must stay what was hashed. Nor
+ * is any of a block that is not needed. */
 static bool is_news(const dcn_ticket_t *t, const td_msg_layers_ready_t *m)
 {
     for (uint32_t i = 0; i < m->count; i++) {
@@ -104,11 +120,11 @@ void dcn_receive_layers(dcn_node_t *d, const td_msg_t *msg)
 static td_status_t fetch_missing(dcn_node_t *d, dcn_ticket_t *t)
 {
     uint32_t layers = td_node_layout(&d->node)->layers;
+    uint32_t at = listed_before(d, t, t->ready.first_block, t->held_blocks);
 
     t->refetched = true;
     grow_to(t, t->blocks);
     for (uint32_t i = t->held_blocks; i < t->blocks;) {
-        uint32_t at = i - t->ready.first_block;
         uint32_t end = i;
         while (end < t->blocks && t->layers[end] < layers) {
             t->layers[end++] = 0;
@@ -116,6 +132,9 @@ static td_status_t fetch_missing(dcn_node_t *d, dcn_ticket_t *t)
         if (end > i) { /* one fetch for each run: there may be more blocks than fetches under way */
             TD_TRY(submit_range(d, t, 0, layers, i, end - i, &t->ready.blocks[at],
                                 &t->ready.epochs[at]));
+            at += end - i;
+        } else {
+            at += dcn_ticket_needs(t, i) ? 1 : 0;
         }
         i = TD_MAX(end, i + 1);
     }
@@ -137,10 +156,14 @@ static bool all_layers_here(const dcn_node_t *d, const dcn_ticket_t *t)
 static td_status_t compare(dcn_node_t *d, dcn_ticket_t *t)
 {
     td_status_t status = TD_OK;
+    uint32_t next = listed_before(d, t, t->ready.first_block, t->held_blocks);
 
     TD_FAULT_POINT("decode_verify");
     for (uint32_t i = t->held_blocks; i < t->blocks; i++) {
-        uint32_t at = i - t->ready.first_block;
+        if (!dcn_ticket_needs(t, i)) {
+            continue;
+        }
+        uint32_t at = next++;
         uint32_t idx = t->seq.blocks[i];
         uint64_t sum = td_block_checksum(t->hashes[i], &t->keys[i], t->ready.epochs[at]);
         if (!td_block_key_equal(&t->ready.keys[at], &t->keys[i])) {
@@ -152,8 +175,9 @@ static td_status_t compare(dcn_node_t *d, dcn_ticket_t *t)
             continue;
         }
         if (i < t->full_blocks &&
-            td_pool_index_after(d->node.pool, idx, i > 0 ? &t->keys[i - 1] : NULL, &t->keys[i],
-                                t->hashes[i]) == TD_ERR_EXISTS) {
+            td_pool_index_after(d->node.pool, idx,
+                                i > 0 ? td_node_parent(&d->node, &t->keys[i - 1]) : NULL,
+                                &t->keys[i], t->hashes[i]) == TD_ERR_EXISTS) {
             continue; /* a concurrent request brought it too: this copy stays private */
         }
     }
@@ -222,10 +246,13 @@ static void count_early(dcn_node_t *d, const dcn_ticket_t *t)
 {
     const td_kv_layout_t *layout = td_node_layout(&d->node);
     uint64_t here = 0; /* layers of blocks */
-    uint64_t wanted = (uint64_t)(t->blocks - t->held_blocks) * layout->layers;
+    uint64_t wanted = 0;
 
     for (uint32_t i = t->held_blocks; i < t->blocks; i++) {
-        here += t->layers[i];
+        if (dcn_ticket_needs(t, i)) {
+            here += t->layers[i];
+            wanted += layout->layers;
+        }
     }
     td_metric_add(d->bytes_early, here * td_kv_layer_bytes(layout));
     td_metric_add(d->bytes_late, (wanted - here) * td_kv_layer_bytes(layout));
@@ -240,7 +267,8 @@ void dcn_receive_ready(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **aren
         msg->sender_incarnation != t->work.peer_incarnation) {
         return;
     }
-    if (m->first_block > t->held_blocks || m->count != t->blocks - m->first_block ||
+    if (m->first_block > t->held_blocks ||
+        m->count != listed_before(d, t, m->first_block, t->blocks) ||
         m->choice_count != t->work.n) {
         fail(d, t, TD_ERR_PROTOCOL);
         return;

@@ -70,6 +70,8 @@ static void run_again(dcn_node_t *d, dcn_ticket_t *t)
         c->last_key = t->return_keys[c->published - 1];
     }
     c->kv_tokens = c->published * td_node_layout(&d->node)->block_tokens;
+    td_seq_forget(&c->seq, c->kv_tokens); /* what only a shorter prefix needed */
+    td_seq_trim(&c->seq, dcn_ticket_blocks_max(d, t));
     c->has_room = true; /* of its own promise */
     t->state = DCN_RUNNING;
     td_metric_add(d->returned_computed, written_tokens(t) - c->kv_tokens);
@@ -139,14 +141,17 @@ static td_status_t take_room(dcn_node_t *d, dcn_ticket_t *t)
     const uint32_t left = w->max_tokens - t->choices[0].token_count + 1;
     const uint32_t blocks =
         td_kv_blocks_for(layout, written_tokens(t) + TD_MIN(left, RETURN_GROWTH));
+    const uint32_t most = dcn_ticket_blocks_max(d, t);
+    uint32_t room = 0;
 
-    TD_TRY(td_seq_init(&t->seq, d->node.pool, layout, w->prompt_tokens + w->max_tokens));
+    TD_TRY(td_seq_init(&t->seq, d->node.pool, layout, td_node_mask(&d->node),
+                       w->prompt_tokens + w->max_tokens));
     TD_TRY(make_quarantine(t, t->seq.block_cap));
-    t->seq.block_count =
-        td_pool_match(d->node.pool, t->return_keys, t->return_blocks, t->seq.blocks);
-    t->return_held = t->seq.block_count;
-    kvs_client_make_room(d->store, blocks - t->seq.block_count);
-    return td_seq_reserve(&t->seq, blocks - t->seq.block_count);
+    t->return_held = td_seq_match(&t->seq, t->return_keys, t->return_blocks);
+    /* Under a mask what it holds makes room as it goes. */
+    room = TD_MIN(blocks - t->return_held, most - TD_MIN(most, t->seq.held));
+    kvs_client_make_room(d->store, room);
+    return td_seq_reserve(&t->seq, room);
 }
 
 td_status_t dcn_return_begin(dcn_node_t *d, dcn_ticket_t *t)

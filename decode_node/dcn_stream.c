@@ -28,8 +28,9 @@ void dcn_stream_publish(dcn_node_t *d, dcn_choice_t *c)
         hash = td_block_content_hash(td_pool_bytes(d->node.pool, idx),
                                      td_pool_block_bytes(d->node.pool));
         if (!td_pool_is_indexed(d->node.pool, idx) &&
-            td_pool_index_after(d->node.pool, idx, c->published > 0 ? &c->last_key : NULL, &key,
-                                hash) == TD_OK) {
+            td_pool_index_after(d->node.pool, idx,
+                                c->published > 0 ? td_node_parent(&d->node, &c->last_key) : NULL,
+                                &key, hash) == TD_OK) {
             td_status_t status = kvs_client_put(d->store, &idx, 1);
             if (status != TD_OK) {
                 TD_LOG_DEBUG("block not offered", "req=%s status=%s", t->work.request_id,

@@ -161,18 +161,71 @@ static td_status_t alloc_ticket(dcn_node_t *d, dcn_ticket_t *t)
         td_block_key_partial(&t->root, t->full_blocks > 0 ? &t->keys[t->full_blocks - 1] : NULL,
                              w->prompt + start, w->prompt_tokens - start, &t->keys[t->full_blocks]);
     }
-    return td_seq_init(&t->seq, d->node.pool, layout, w->prompt_tokens + w->max_tokens);
+    return td_seq_init(&t->seq, d->node.pool, layout, td_node_mask(&d->node),
+                       w->prompt_tokens + w->max_tokens);
 }
 
-/* Pins what is here of the prompt and promises the rest of prompt and growth, for all choices: all
- * growth for several, the expected one for a single one, which may give way (dcn_preempt.c).
- * Choices after the first share the prompt's full blocks and copy the partial one when they write.
+uint32_t dcn_ticket_blocks_max(const dcn_node_t *d, const dcn_ticket_t *t)
+{
+    return td_attention_blocks_max(td_node_mask(&d->node), td_node_layout(&d->node)->block_tokens,
+                                   t->work.prompt_tokens + t->work.max_tokens, 1);
+}
+
+uint32_t dcn_ticket_choice_blocks(const dcn_node_t *d, const dcn_ticket_t *t)
+{
+    const uint32_t tokens = t->work.prompt_tokens + t->work.max_tokens;
+    return TD_MIN(td_kv_blocks_for(td_node_layout(&d->node), tokens) - t->full_blocks,
+                  dcn_ticket_blocks_max(d, t));
+}
+
+bool dcn_ticket_needs(const dcn_ticket_t *t, uint32_t block)
+{
+    return td_seq_needs(&t->seq, t->work.prompt_tokens, block);
+}
+
+/* Blocks of the first choice (of the only one: all that it needs at once): those of the prompt from
+ * one on that generation needs, and growth of so many tokens. */
+static uint32_t first_choice_blocks(const dcn_node_t *d, const dcn_ticket_t *t, uint32_t from_block,
+                                    uint32_t growth_tokens)
+{
+    const td_kv_layout_t *layout = td_node_layout(&d->node);
+    const td_msg_work_t *w = &t->work;
+    const uint32_t prompt =
+        td_attention_blocks_needed(td_node_mask(&d->node), layout->block_tokens, w->prompt_tokens,
+                                   from_block * layout->block_tokens, w->prompt_tokens);
+    const uint32_t growth = td_kv_blocks_for(layout, w->prompt_tokens + growth_tokens) - t->blocks;
+    const uint32_t most = dcn_ticket_blocks_max(d, t);
+
+    /* Blocks that it gives up make room for its growth, unless other choices still need them. */
+    return w->n == 1 ? TD_MIN(prompt + growth, most) : prompt + TD_MIN(growth, most);
+}
+
+/* What is not needed counts as here. */
+static void note_held(dcn_node_t *d, dcn_ticket_t *t)
+{
+    const uint32_t layers = td_node_layout(&d->node)->layers;
+
+    for (uint32_t i = 0; i < t->blocks; i++) {
+        if (i < t->held_blocks || !dcn_ticket_needs(t, i)) {
+            t->asked[i] = layers;
+            t->layers[i] = layers;
+        }
+        if (i < t->held_blocks && t->seq.blocks[i] != TD_POOL_NONE) {
+            t->hashes[i] = td_pool_content_hash(d->node.pool, t->seq.blocks[i]);
+        }
+    }
+}
+
+/* Pins what is here and needed of the prompt and promises the rest of prompt and growth, for all
+ * choices: all growth for several, the expected one for a single one, which may give way
+ * (dcn_preempt.c). Choices after the first share the prompt's full blocks and copy the partial one
+ * when they write.
  */
 static td_status_t reserve_blocks(dcn_node_t *d, dcn_ticket_t *t)
 {
-    const td_kv_layout_t *layout = td_node_layout(&d->node);
-    uint32_t whole = td_kv_blocks_for(layout, t->work.prompt_tokens + t->work.max_tokens);
-    uint32_t each = whole - t->full_blocks;
+    uint32_t whole = first_choice_blocks(d, t, 0, t->work.max_tokens);
+    uint32_t each = dcn_ticket_choice_blocks(d, t);
+    uint32_t growth = t->work.max_tokens;
     /* Whoever writes into the shared partial block first copies it, and that may be choice 0 too.
      */
     uint64_t copy = t->work.n > 1 && t->blocks > t->full_blocks ? 1 : 0;
@@ -186,21 +239,16 @@ static td_status_t reserve_blocks(dcn_node_t *d, dcn_ticket_t *t)
         return TD_ERR_BUSY; /* who was here before comes back first */
     }
     if (t->work.n == 1) {
-        whole = td_kv_blocks_for(layout, t->work.prompt_tokens +
-                                             dcn_output_expected(d, t->work.max_tokens));
+        growth = dcn_output_expected(d, t->work.max_tokens);
     }
-    t->held_blocks = td_pool_match(d->node.pool, t->keys, t->full_blocks, t->seq.blocks);
-    t->seq.block_count = t->held_blocks;
-    kvs_client_make_room(d->store, whole - t->held_blocks + (uint32_t)others);
-    status = td_seq_reserve(&t->seq, whole - t->held_blocks);
+    t->held_blocks = td_seq_hold(&t->seq, t->work.prompt_tokens, t->keys, t->full_blocks);
+    note_held(d, t);
+    whole = first_choice_blocks(d, t, t->held_blocks, growth);
+    kvs_client_make_room(d->store, whole + (uint32_t)others);
+    status = td_seq_reserve(&t->seq, whole);
     if (status == TD_OK && others > 0) {
         status = td_pool_reserve(d->node.pool, (uint32_t)others);
         t->reserve_choices = status == TD_OK ? (uint32_t)others : 0;
-    }
-    for (uint32_t i = 0; i < t->held_blocks; i++) {
-        t->asked[i] = layout->layers;
-        t->layers[i] = layout->layers;
-        t->hashes[i] = td_pool_content_hash(d->node.pool, t->seq.blocks[i]);
     }
     return status;
 }

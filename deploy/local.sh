@@ -22,6 +22,9 @@ usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
   --bin DIR         programs [build/bin]
   --precision P     fast, mixed or exact [mixed]
   --kv-codec C      how KV is stored: f16, f8_e4m3, i8 or f4_e2m1 [f16]
+  --attention A     what a token sees: full, window:W[,SINKS] or strided:LOCAL,STRIDE[,SUMMARY]
+                    [the model's]
+  --context-max N   tokens of a request; above the model's only with a window or strides [the model's]
   --threads N       compute threads of each node [all CPUs; fewer with more than two nodes]
   --kv-memory SIZE  KV pool of each node, e.g. 512M [the nodes' own default]
   --tier-dir DIR    folder of the stores' cold tiers, one below it for each store [no cold tier]
@@ -45,7 +48,7 @@ routers=1 prefills=1 decodes=1 kvstores='' with_etcd=0
 host=127.0.0.1 port=8000 base_port=0
 model=$top/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 dir=$top/build/run bin=$top/build/bin
-precision=mixed kv_codec='' threads='' kv_memory='' tier_dir='' tier_bytes=8G timeout=60
+precision=mixed kv_codec='' attention='' context_max='' threads='' kv_memory='' tier_dir='' tier_bytes=8G timeout=60
 declare -A kind_args=([router]='' [prefill]='' [decode]='' [kvstore]='')
 declare -A args_of=()
 router_flags=()
@@ -55,8 +58,8 @@ ids=() roles=() pids=() https=()
 router_bus=''
 next_port=0
 
-parse_count() { # OPTION VALUE MAX
-    [[ $2 =~ ^[0-9]{1,5}$ && $((10#$2)) -le $3 ]] || fail "$1: '$2' is not a number from 0 to $3"
+parse_count() { # OPTION VALUE MAX [DIGITS]
+    [[ $2 =~ ^[0-9]{1,${4:-5}}$ && $((10#$2)) -le $3 ]] || fail "$1: '$2' is not a number from 0 to $3"
 }
 
 parse_options() {
@@ -97,6 +100,8 @@ parse_options() {
         --bin) bin=$2 ;;
         --precision) precision=$2 ;;
         --kv-codec) kv_codec=$2 ;;
+        --attention) attention=$2 ;;
+        --context-max) parse_count "$1" "$2" 1048576 7 && context_max=$((10#$2)) ;;
         --kv-memory) kv_memory=$2 ;;
         --tier-dir) tier_dir=$(realpath -m -- "$2") ;;
         --tier-bytes) tier_bytes=$2 ;;
@@ -443,6 +448,7 @@ up() {
     cluster_flags=(--model "$model")
     # Only if given: else the environment (TANDEM_KV_CODEC) or the programs' default decides.
     [[ -z $kv_codec ]] || cluster_flags+=(--kv-codec "$kv_codec")
+    [[ -z $context_max ]] || cluster_flags+=(--context-max "$context_max")
     start_process router router "$host:$port" "${cluster_flags[@]}" \
         ${router_flags[@]+"${router_flags[@]}"}
     wait_ready 0
@@ -463,6 +469,7 @@ up() {
         [[ $i -lt $stores_may_lead ]] || store_role=segment
     done
     node_flags+=("${cluster_flags[@]}" --precision "$precision" --threads "$threads")
+    [[ -z $attention ]] || node_flags+=(--attention "$attention")
     [[ -z $kv_memory ]] || node_flags+=(--kv-memory "$kv_memory")
     for ((i = 1; i <= prefills; i++)); do
         take_port

@@ -165,8 +165,9 @@ static td_status_t start(pfn_node_t *p)
     p->scratch_blocks = td_calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_blocks));
     p->scratch_epochs = td_calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_epochs));
     p->scratch_sums = td_calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_sums));
+    p->scratch_keys = td_calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_keys));
     if (p->batch.rows == NULL || p->scratch_blocks == NULL || p->scratch_epochs == NULL ||
-        p->scratch_sums == NULL) {
+        p->scratch_sums == NULL || p->scratch_keys == NULL) {
         return TD_ERR_NO_MEMORY;
     }
     pfn_metrics_declare(p);
@@ -192,6 +193,7 @@ static void stop(pfn_node_t *p)
     td_free(p->scratch_blocks);
     td_free(p->scratch_epochs);
     td_free(p->scratch_sums);
+    td_free(p->scratch_keys);
 }
 
 int main(int argc, char **argv)

@@ -106,6 +106,25 @@ static void run_batch(void *ctx)
 /* --- the loop's thread --------------------------------------------------------------------------
  */
 
+/* Blocks for positions up to `end`; answers up to where there are some. Only under a mask may there
+ * be none for the moment: where others still hold, or the store still reads, what the request has
+ * given up. */
+static uint32_t grow_to(pfn_node_t *p, pfn_request_t *r, uint32_t end)
+{
+    const uint32_t block_tokens = td_node_layout(&p->node)->block_tokens;
+
+    while (r->seq.block_count * block_tokens < end) {
+        if (r->seq.reserved == 0) {
+            kvs_client_make_room(p->store, 1);
+        }
+        /* Zeroed: the last one may be sent partly filled. */
+        if (td_seq_prepare_write(&r->seq, r->seq.block_count * block_tokens) != TD_OK) {
+            return r->seq.block_count * block_tokens;
+        }
+    }
+    return end;
+}
+
 /* Adds a request's next rows to the batch, within the budgets of rows and of rows with logits. */
 static void add_part(pfn_node_t *p, pfn_request_t *r, uint32_t *rows_left, uint32_t *logits_left)
 {
@@ -121,6 +140,7 @@ static void add_part(pfn_node_t *p, pfn_request_t *r, uint32_t *rows_left, uint3
     } else if (count == left && *logits_left == 0) {
         count--; /* its last row waits for the next batch */
     }
+    count = grow_to(p, r, r->done_tokens + count) - r->done_tokens;
     if (count == 0) {
         return;
     }
@@ -146,13 +166,17 @@ static void add_part(pfn_node_t *p, pfn_request_t *r, uint32_t *rows_left, uint3
 }
 
 /* Layers of a part that are worth an announcement: at least PFN_ANNOUNCE_BYTES of blocks that the
- * decode node doesn't have, or all layers. 0: there is nothing to announce. */
+ * decode node needs and doesn't have, or all layers. 0: there is nothing to announce. */
 static uint32_t layers_worth(const pfn_node_t *p, const pfn_part_t *part)
 {
     const td_kv_layout_t *layout = td_node_layout(&p->node);
-    uint32_t begin = TD_MAX(part->block_begin, part->request->work.have_blocks);
-    size_t layer_bytes =
-        begin < part->block_end ? (part->block_end - begin) * td_kv_layer_bytes(layout) : 0;
+    const td_msg_work_t *w = &part->request->work;
+    const uint32_t begin = TD_MAX(part->block_begin, w->have_blocks) * layout->block_tokens;
+    const uint32_t end = part->block_end * layout->block_tokens;
+    const size_t layer_bytes =
+        td_attention_blocks_needed(td_node_mask(&p->node), layout->block_tokens, w->prompt_tokens,
+                                   begin, TD_MAX(begin, end)) *
+        td_kv_layer_bytes(layout);
 
     if (layer_bytes == 0) {
         return 0;
@@ -225,15 +249,19 @@ static void offer_blocks(pfn_node_t *p, const pfn_request_t *r, uint32_t count)
     }
 }
 
-/* New full blocks become a prefix for others, here and through the store. */
-static void publish_blocks(pfn_node_t *p, pfn_request_t *r)
+/* New full blocks up to `end` become a prefix for others, here and, if offered, through the store.
+ */
+static void publish_blocks(pfn_node_t *p, pfn_request_t *r, uint32_t end, bool offered)
 {
     uint32_t count = 0;
 
-    for (uint32_t b = r->local_blocks + r->store_blocks; b < r->full_blocks; b++) {
+    for (; r->published_blocks < end; r->published_blocks++) {
+        const uint32_t b = r->published_blocks;
         uint32_t idx = r->seq.blocks[b];
-        if (td_pool_index_after(p->node.pool, idx, b > 0 ? &r->keys[b - 1] : NULL, &r->keys[b],
-                                r->hashes[b]) != TD_OK) {
+        if (td_pool_index_after(p->node.pool, idx,
+                                b > 0 ? td_node_parent(&p->node, &r->keys[b - 1]) : NULL,
+                                &r->keys[b], r->hashes[b]) != TD_OK ||
+            !offered) {
             continue;
         }
         p->scratch_blocks[count++] = idx;
@@ -243,6 +271,21 @@ static void publish_blocks(pfn_node_t *p, pfn_request_t *r)
         }
     }
     offer_blocks(p, r, count);
+}
+
+/* Under a mask a prompt gives up what it has left behind, chunk by chunk. It is published before,
+ * and offered to the store while the pool has as many blocks to spare as the offer pins. */
+static void leave_behind(pfn_node_t *p, pfn_request_t *r)
+{
+    const uint32_t full =
+        TD_MIN(r->done_tokens / td_node_layout(&p->node)->block_tokens, r->full_blocks);
+    const td_pool_counts_t c = td_pool_counts(p->node.pool);
+
+    if (td_node_mask(&p->node)->kind == TD_ATTENTION_FULL) {
+        return;
+    }
+    publish_blocks(p, r, full, c.free + c.cached > full - TD_MIN(full, r->published_blocks));
+    td_seq_forget(&r->seq, r->done_tokens);
 }
 
 static void finish_part(pfn_node_t *p, const pfn_part_t *part)
@@ -261,8 +304,12 @@ static void finish_part(pfn_node_t *p, const pfn_part_t *part)
     r->done_tokens += part->row_count;
     r->announced_blocks = part->block_end;
     td_metric_add(p->tokens_computed, part->row_count);
-    if (part->last && pfn_handoff_ready(p, r)) {
-        publish_blocks(p, r); /* after the hand-off: store traffic never delays a first token */
+    if (!part->last) {
+        leave_behind(p, r);
+    } else if (pfn_handoff_ready(p, r)) {
+        /* After the hand-off: store traffic never delays a first token. */
+        publish_blocks(p, r, r->full_blocks, true);
+        td_seq_forget(&r->seq, r->done_tokens);
     }
 }
 

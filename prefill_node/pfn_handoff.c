@@ -5,17 +5,13 @@
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
 
-void pfn_handoff_layers(pfn_node_t *p, pfn_request_t *r, uint32_t layer_begin, uint32_t layer_end,
-                        uint32_t block_begin, uint32_t block_end)
+/* One run of blocks that the decode node needs. */
+static void announce_run(pfn_node_t *p, const pfn_request_t *r, uint32_t layer_begin,
+                         uint32_t layer_end, uint32_t begin, uint32_t count)
 {
     td_msg_t msg = {.type = TD_MSG_LAYERS_READY};
-    uint32_t begin = TD_MAX(block_begin, r->work.have_blocks); /* it holds the first ones itself */
-    uint32_t count = block_end > begin ? block_end - begin : 0;
     td_status_t status = TD_OK;
 
-    if (count == 0) {
-        return;
-    }
     for (uint32_t i = 0; i < count; i++) {
         p->scratch_blocks[i] = r->seq.blocks[begin + i];
         p->scratch_epochs[i] = td_pool_epoch(p->node.pool, p->scratch_blocks[i]);
@@ -35,6 +31,23 @@ void pfn_handoff_layers(pfn_node_t *p, pfn_request_t *r, uint32_t layer_begin, u
                      td_status_name(status));
     }
     TD_FAULT_POINT("prefill_layers");
+}
+
+void pfn_handoff_layers(pfn_node_t *p, pfn_request_t *r, uint32_t layer_begin, uint32_t layer_end,
+                        uint32_t block_begin, uint32_t block_end)
+{
+    uint32_t begin = TD_MAX(block_begin, r->work.have_blocks); /* it holds the first ones itself */
+
+    while (begin < block_end) {
+        uint32_t end = begin;
+        while (end < block_end && pfn_request_needs(r, end)) {
+            end++;
+        }
+        if (end > begin) {
+            announce_run(p, r, layer_begin, layer_end, begin, end - begin);
+        }
+        begin = end + 1; /* that one is not needed, or not there */
+    }
 }
 
 /* Logprob data of the first tokens, in the message's joined form. */
@@ -105,7 +118,7 @@ bool pfn_handoff_ready(pfn_node_t *p, pfn_request_t *r)
 {
     static first_logprobs_t joined; /* the loop's thread only */
     uint32_t begin = TD_MIN(r->work.have_blocks, r->blocks);
-    uint32_t count = r->blocks - begin;
+    uint32_t count = 0;
     uint32_t tokens[TD_MSG_CHOICES_MAX];
     uint64_t hashes[TD_MSG_CHOICES_MAX];
     td_msg_t msg = {.type = TD_MSG_KV_READY};
@@ -115,11 +128,15 @@ bool pfn_handoff_ready(pfn_node_t *p, pfn_request_t *r)
     if (r->work.prompt_logprobs) {
         send_prompt_logprobs(p, r);
     }
-    for (uint32_t i = 0; i < count; i++) {
-        p->scratch_blocks[i] = r->seq.blocks[begin + i];
-        p->scratch_epochs[i] = td_pool_epoch(p->node.pool, p->scratch_blocks[i]);
-        p->scratch_sums[i] =
-            td_block_checksum(r->hashes[begin + i], &r->keys[begin + i], p->scratch_epochs[i]);
+    for (uint32_t b = begin; b < r->blocks; b++) {
+        if (pfn_request_needs(r, b)) {
+            p->scratch_blocks[count] = r->seq.blocks[b];
+            p->scratch_epochs[count] = td_pool_epoch(p->node.pool, r->seq.blocks[b]);
+            p->scratch_keys[count] = r->keys[b];
+            p->scratch_sums[count] =
+                td_block_checksum(r->hashes[b], &r->keys[b], p->scratch_epochs[count]);
+            count++;
+        }
     }
     for (uint32_t c = 0; c < r->work.n; c++) {
         tokens[c] = r->first[c].token;
@@ -132,7 +149,7 @@ bool pfn_handoff_ready(pfn_node_t *p, pfn_request_t *r)
                              .blocks = p->scratch_blocks,
                              .epochs = p->scratch_epochs,
                              .checksums = p->scratch_sums,
-                             .keys = r->keys + begin,
+                             .keys = p->scratch_keys,
                              .choice_count = r->work.n,
                              .first_tokens = tokens,
                              .hash_count = r->work.want_hashes ? r->work.n : 0,

@@ -47,7 +47,8 @@ typedef struct pfn_request {
     uint32_t local_blocks;     /* of those: from our pool */
     uint32_t store_blocks;     /* from the store, verified */
     uint32_t done_tokens;      /* positions whose KV is in the blocks */
-    uint32_t announced_blocks; /* completely announced to the decode node */
+    uint32_t announced_blocks; /* completely announced to the decode node, where it needs them */
+    uint32_t published_blocks; /* full ones that are indexed, or were there before */
     bool computing;            /* a batch has rows of it now */
     uint32_t fetches;          /* under way, or being hashed */
     uint32_t *quarantined;     /* owned, [blocks]; while PFN_DRAIN */
@@ -96,12 +97,13 @@ typedef struct pfn_node {
     uint32_t request_count;
     pfn_batch_t batch;
     uint64_t next_serial;
-    uint64_t tokens_per_s;    /* measured over batches */
-    pfn_rate_t compute_rate;  /* blocks' worth of rows */
-    pfn_rate_t fetch_rate;    /* blocks from the store, hashed */
-    uint32_t *scratch_blocks; /* owned, [TD_MSG_BLOCKS_MAX] */
-    uint64_t *scratch_epochs; /* owned */
-    uint64_t *scratch_sums;   /* owned */
+    uint64_t tokens_per_s;        /* measured over batches */
+    pfn_rate_t compute_rate;      /* blocks' worth of rows */
+    pfn_rate_t fetch_rate;        /* blocks from the store, hashed */
+    uint32_t *scratch_blocks;     /* owned, [TD_MSG_BLOCKS_MAX] */
+    uint64_t *scratch_epochs;     /* owned */
+    uint64_t *scratch_sums;       /* owned */
+    td_block_key_t *scratch_keys; /* owned */
     td_metric_t *tokens_computed;
     td_metric_t *tokens_local;
     td_metric_t *tokens_store;
@@ -126,6 +128,11 @@ pfn_request_t *pfn_request_find(pfn_node_t *pfn, uint64_t ticket, uint32_t attem
 void pfn_request_settle(pfn_node_t *pfn, pfn_request_t *request);
 void pfn_request_tick(pfn_node_t *pfn);
 
+/** Does the decode node need a block? */
+bool pfn_request_needs(const pfn_request_t *request, uint32_t block);
+/** The most blocks that the request needs at once. */
+uint32_t pfn_request_blocks_max(const pfn_node_t *pfn, const td_msg_work_t *work);
+
 /* pfn_prefix.c */
 /** Takes what is cached here, asks the store for more, then queues the rest for computing. */
 void pfn_prefix_begin(pfn_node_t *pfn, pfn_request_t *request);
@@ -145,7 +152,7 @@ void pfn_batch_schedule(pfn_node_t *pfn);
 void pfn_batch_progress(pfn_node_t *pfn);
 
 /* pfn_handoff.c */
-/** Tells the decode node that layers of a range of blocks are complete. */
+/** Tells the decode node that layers of a range of blocks are complete, of those that it needs. */
 void pfn_handoff_layers(pfn_node_t *pfn, pfn_request_t *request, uint32_t layer_begin,
                         uint32_t layer_end, uint32_t block_begin, uint32_t block_end);
 /** Sends KvReady. Returns false when the request has ended instead: it may be gone. */

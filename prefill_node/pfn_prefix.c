@@ -26,11 +26,17 @@ static double time_for(const pfn_rate_t *rate, uint32_t blocks)
     return rate->ns * blocks / TD_MAX(rate->amount, 1e-9);
 }
 
-/* Are so many blocks here sooner from the store than by computing them? By what both took lately;
+/* Are so many blocks more here sooner from the store (of which a mask needs some only) than by
+ * computing them? By what both took lately;
  * where that is not known, the store is tried. */
-static bool fetching_pays(const pfn_node_t *p, uint32_t blocks)
+static bool fetching_pays(const pfn_node_t *p, const pfn_request_t *r, uint32_t blocks)
 {
-    double fetch_ns = time_for(&p->fetch_rate, blocks);
+    const uint32_t tokens = td_node_layout(&p->node)->block_tokens;
+    const uint32_t begin = r->seq.block_count * tokens;
+    const uint32_t end = begin + blocks * tokens;
+    const uint32_t fetched =
+        td_attention_blocks_needed(td_node_mask(&p->node), tokens, end, begin, end);
+    double fetch_ns = time_for(&p->fetch_rate, fetched);
     double compute_ns = time_for(&p->compute_rate, blocks);
 
     return fetch_ns <= 0 || compute_ns <= 0 || fetch_ns <= compute_ns;
@@ -60,10 +66,13 @@ static void begin_compute(pfn_node_t *p, pfn_request_t *r)
     td_metric_add(p->tokens_local, (uint64_t)r->local_blocks * layout->block_tokens);
     td_metric_add(p->tokens_store, (uint64_t)r->store_blocks * layout->block_tokens);
     r->done_tokens = (r->local_blocks + r->store_blocks) * layout->block_tokens;
-    while (r->seq.block_count < r->blocks) {
+    td_seq_forget(&r->seq, r->done_tokens); /* what only a shorter prefix needed */
+    td_seq_trim(&r->seq, pfn_request_blocks_max(p, &r->work));
+    while (r->seq.block_count < r->blocks && r->seq.reserved > 0) {
         (void)td_seq_grow(&r->seq); /* zeroed: the last one may be sent partly filled */
     }
     r->announced_blocks = r->local_blocks + r->store_blocks;
+    r->published_blocks = r->announced_blocks;
     pfn_handoff_layers(p, r, 0, layout->layers, 0, r->announced_blocks);
     r->state = PFN_COMPUTE;
 }
@@ -117,7 +126,7 @@ static void lookup_done(void *ctx, uint64_t tag, td_status_t status,
     if (r == NULL || r->state != PFN_WAIT_LOOKUP) {
         return;
     }
-    if (found != NULL && !fetching_pays(p, found->count)) {
+    if (found != NULL && !fetching_pays(p, r, found->count)) {
         td_metric_add(p->fetches_skipped, 1);
         found = NULL;
     }
@@ -151,19 +160,21 @@ static bool ask_store(pfn_node_t *p, pfn_request_t *r)
 void pfn_prefix_begin(pfn_node_t *p, pfn_request_t *r)
 {
     td_pool_t *pool = p->node.pool;
-    uint32_t matched = td_pool_match(pool, r->keys, r->match_max, r->seq.blocks);
+    const uint32_t matched = td_seq_match(&r->seq, r->keys, r->match_max);
+    const uint32_t most = pfn_request_blocks_max(p, &r->work);
+    /* Under a mask what it holds makes room as it goes. */
+    const uint32_t room = TD_MIN(r->blocks - matched, most - TD_MIN(most, r->seq.held));
 
-    r->seq.block_count = matched;
-    kvs_client_make_room(p->store, r->blocks - matched);
-    if (td_seq_reserve(&r->seq, r->blocks - matched) != TD_OK) {
-        while (r->seq.block_count > 0) {
-            td_pool_unref(pool, r->seq.blocks[--r->seq.block_count]);
-        }
+    kvs_client_make_room(p->store, room);
+    if (td_seq_reserve(&r->seq, room) != TD_OK) {
+        td_seq_release(&r->seq);
         r->state = PFN_WAIT_BLOCKS;
         return;
     }
     for (uint32_t i = 0; i < matched; i++) {
-        r->hashes[i] = td_pool_content_hash(pool, r->seq.blocks[i]);
+        if (r->seq.blocks[i] != TD_POOL_NONE) {
+            r->hashes[i] = td_pool_content_hash(pool, r->seq.blocks[i]);
+        }
     }
     r->local_blocks = matched;
     if (ask_store(p, r)) {
@@ -180,7 +191,7 @@ void pfn_prefix_drop_wrong(pfn_node_t *p, pfn_request_t *r)
 
     for (uint32_t i = 0; i < r->seq.block_count; i++) {
         uint32_t idx = r->seq.blocks[i];
-        if (td_pool_is_indexed(p->node.pool, idx) &&
+        if (idx != TD_POOL_NONE && td_pool_is_indexed(p->node.pool, idx) &&
             td_block_content_hash(td_pool_bytes(p->node.pool, idx), block_bytes) !=
                 td_pool_content_hash(p->node.pool, idx)) {
             td_metric_add(p->node.checksum_failures, 1);

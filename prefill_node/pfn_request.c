@@ -97,6 +97,17 @@ void pfn_request_end(pfn_node_t *p, pfn_request_t *r, td_status_t status)
     pfn_request_settle(p, r);
 }
 
+bool pfn_request_needs(const pfn_request_t *r, uint32_t block)
+{
+    return td_seq_needs(&r->seq, r->work.prompt_tokens, block);
+}
+
+uint32_t pfn_request_blocks_max(const pfn_node_t *p, const td_msg_work_t *w)
+{
+    return td_attention_blocks_max(td_node_mask(&p->node), td_node_layout(&p->node)->block_tokens,
+                                   w->prompt_tokens, p->chunk_tokens);
+}
+
 /* Why a request cannot be served, or TD_OK. */
 static td_status_t check_work(const pfn_node_t *p, const td_msg_work_t *w)
 {
@@ -109,8 +120,7 @@ static td_status_t check_work(const pfn_node_t *p, const td_msg_work_t *w)
             return TD_ERR_INVALID;
         }
     }
-    if (td_kv_blocks_for(td_node_layout(&p->node), w->prompt_tokens) >
-        td_pool_counts(p->node.pool).total) {
+    if (pfn_request_blocks_max(p, w) > td_pool_counts(p->node.pool).total) {
         return TD_ERR_TOO_LARGE;
     }
     return TD_OK;
@@ -165,7 +175,8 @@ static td_status_t alloc_request(pfn_node_t *p, pfn_request_t *r)
                              r->work.prompt + start, r->work.prompt_tokens - start,
                              &r->keys[r->full_blocks]);
     }
-    return td_seq_init(&r->seq, p->node.pool, layout, r->work.prompt_tokens);
+    return td_seq_init(&r->seq, p->node.pool, layout, td_node_mask(&p->node),
+                       r->work.prompt_tokens);
 }
 
 void pfn_request_start(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **arena)

@@ -33,6 +33,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
                                       .secret = config->secret,
                                       .fingerprint = config->fingerprint,
                                       .block_tokens = config->block_tokens,
+                                      .context_max = config->model->context_max,
                                       .kv_codec = config->kv_codec,
                                       .block_bytes = config->block_bytes,
                                       .ctx = loop,

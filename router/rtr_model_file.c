@@ -63,9 +63,11 @@ static td_status_t read_file(const td_gguf_t *gguf, uint32_t context_max, uint32
 
     TD_TRY(read_shape(gguf, block_tokens, codec, out));
     if (context_max > model->context_max) {
-        TD_LOG_ERROR("context-max above the model's", "got=%u limit=%u", context_max,
-                     model->context_max);
-        return TD_ERR_INVALID;
+        /* Nodes with a mask can do it, and those without do not start with such an option. */
+        TD_LOG_INFO("context-max above the model's",
+                    "got=%u model=%u needs=\"nodes with attention "
+                    "window or strided\"",
+                    context_max, model->context_max);
     }
     model->context_max = context_max > 0 ? context_max : model->context_max;
     model->context_max = TD_MIN(model->context_max, TD_MSG_PROMPT_TOKENS_MAX);

@@ -29,7 +29,8 @@ struct rtr_registry {
     uint64_t peers_version;
     uint64_t next_lease_ns;
     uint64_t last_tick_ns;
-    char numerics[64]; /* of the live prefill and decode nodes */
+    char numerics[64];        /* of the live prefill and decode nodes */
+    td_attention_mask_t mask; /* as it says */
     refusal_t refusals[REFUSALS_MAX];
     atomic_uint live[TD_ROLE_KVSTORE + 1]; /* relaxed: counts for other threads to look at */
     td_msg_peer_t peers[TD_MSG_PEERS_MAX]; /* scratch */
@@ -95,6 +96,11 @@ uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t i
         return RTR_PLACE_NONE;
     }
     return slot;
+}
+
+const td_attention_mask_t *rtr_registry_mask(const rtr_registry_t *reg)
+{
+    return &reg->mask;
 }
 
 const char *rtr_registry_numerics(const rtr_registry_t *reg)
@@ -234,10 +240,11 @@ static td_status_t check_model(const rtr_registry_t *reg, const td_msg_register_
         return refuse(r, why, why_len, "wrong model: its file differs from the router's");
     }
     if (reg->numerics[0] != '\0' && strcmp(reg->numerics, r->numerics_class) != 0) {
-        (void)snprintf(text, sizeof(text),
-                       "wrong precision or backend: numerics class is \"%s\", the cluster's is "
-                       "\"%s\"",
-                       r->numerics_class, reg->numerics);
+        (void)snprintf(
+            text, sizeof(text),
+            "wrong precision, attention or backend: numerics class is \"%s\", the cluster's is "
+            "\"%s\"",
+            r->numerics_class, reg->numerics);
         return refuse(r, why, why_len, text);
     }
     if (strcmp(r->kv_codec, reg->config.kv_codec) != 0) {
@@ -384,6 +391,18 @@ static td_status_t keep_register(rtr_node_t *node, const td_msg_register_t *r)
     return TD_OK;
 }
 
+/* A numerics class ends with the mask that it has, if any. */
+static td_attention_mask_t mask_of(const char *numerics_class)
+{
+    const char *last = strrchr(numerics_class, '/');
+    td_attention_mask_t mask = {0};
+
+    if (last == NULL || td_attention_mask_parse(last + 1, &mask) != TD_OK) {
+        mask = (td_attention_mask_t){0};
+    }
+    return mask;
+}
+
 /* Gives a clean slot to a new life. One that it replaces (*replaced_out) is over, but its tickets
  * keep their counts until they are moved, which is when the new life is there to take them. */
 static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t *r,
@@ -413,6 +432,13 @@ static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t 
     TD_TRY(keep_register(node, r));
     if (r->self.role != TD_ROLE_KVSTORE) {
         (void)snprintf(reg->numerics, sizeof(reg->numerics), "%s", r->numerics_class);
+        reg->mask = mask_of(r->numerics_class);
+        if (r->context_max < reg->config.context_max) {
+            TD_LOG_WARN("node takes shorter requests than this router",
+                        "node=%s context_max=%u "
+                        "router=%u",
+                        r->self.id, r->context_max, reg->config.context_max);
+        }
     }
     return TD_OK;
 }

@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "common/kv/td_attention_mask.h"
 #include "common/wire/td_bus.h"
 #include "router/rtr_hints.h"
 #include "router/rtr_metrics.h"
@@ -47,6 +48,7 @@ typedef struct rtr_registry_config {
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
     const uint8_t *fingerprint; /* [32] of the router's own model file */
     uint32_t block_tokens;
+    uint32_t context_max; /* tokens that a request may have */
     const char *kv_codec; /* borrowed; td_kv_codec_name() */
     uint32_t block_bytes;
     void *ctx;
@@ -70,6 +72,8 @@ uint32_t rtr_registry_slots(const rtr_registry_t *reg);
 uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation);
 /** "" until a prefill or decode node is live. */
 const char *rtr_registry_numerics(const rtr_registry_t *reg);
+/** What a token of the live prefill and decode nodes sees. */
+const td_attention_mask_t *rtr_registry_mask(const rtr_registry_t *reg);
 uint32_t rtr_registry_live(const rtr_registry_t *reg, td_role_t role); /* any thread */
 /** Appends table rows of the status page. */
 TD_MUST_CHECK td_status_t rtr_registry_page(rtr_registry_t *reg, td_str_t *out);

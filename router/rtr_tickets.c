@@ -548,13 +548,26 @@ static bool refuse_if_none_live(rtr_tickets_t *ts, const rtr_ticket_t *t)
     return false;
 }
 
+/* Blocks that a request may hold at once on its decode node. */
+static uint64_t count_need(const rtr_tickets_t *ts, const rtr_ticket_t *t)
+{
+    const td_attention_mask_t *mask = rtr_registry_mask(ts->config.registry);
+    const uint64_t count = prompt_of(t)->count;
+    const uint64_t max_tokens = prompt_of(t)->max_tokens;
+    const uint64_t n = t->req->params.n;
+    const uint64_t all = (count + max_tokens * n) / ts->config.block_tokens + n;
+
+    if (mask->kind == TD_ATTENTION_FULL) {
+        return all;
+    }
+    return TD_MIN(all, n * td_attention_blocks_max(mask, ts->config.block_tokens,
+                                                   (uint32_t)(count + max_tokens), 1));
+}
+
 static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
     ticket_hash(ts, t);
-    t->need_blocks =
-        ((uint64_t)prompt_of(t)->count + (uint64_t)prompt_of(t)->max_tokens * t->req->params.n) /
-            ts->config.block_tokens +
-        t->req->params.n;
+    t->need_blocks = count_need(ts, t);
     rtr_hints_match(ts->config.hints, t->keys, t->key_count, ts->match);
     if (refuse_if_none_live(ts, t)) {
         return;

@@ -155,8 +155,8 @@ class Cluster:
 
     def __init__(self, bin="build/test/bin", prefill=1, decode=1, kvstore=1, router_args=(),
                  prefill_args=(), decode_args=(), kvstore_args=(), args_of=None, env=None,
-                 precision=None, kv_codec=None, threads=None, kv_memory=None, model=None,
-                 timeout_s=None, http_timeout_s=None, etcd=False):
+                 precision=None, kv_codec=None, attention=None, context_max=None, threads=None,
+                 kv_memory=None, model=None, timeout_s=None, http_timeout_s=None, etcd=False):
         sanitized = "san-" in os.fspath(bin)
         self.timeout_s = timeout_s or (240 if sanitized else 60)
         self.http_timeout_s = http_timeout_s or (300 if sanitized else 60)
@@ -167,6 +167,7 @@ class Cluster:
                         "--port", "0", "--prefill", str(prefill), "--decode", str(decode),
                         "--kvstore", str(kvstore), "--timeout", str(self.timeout_s)]
         for option, value in (("--precision", precision), ("--kv-codec", kv_codec),
+                              ("--attention", attention), ("--context-max", context_max),
                               ("--threads", threads), ("--kv-memory", kv_memory),
                               ("--model", model)):
             if value is not None:

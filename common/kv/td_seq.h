@@ -1,26 +1,34 @@
-/* td_seq.h - one sequence's block table over the pool: growth, sharing (n > 1) and copy-on-write.
+/* td_seq.h - one sequence's block table over the pool: growth, sharing (n > 1), copy-on-write, and
+ * giving up what its mask shows to no later position. An entry whose block is gone, or was never
+ * needed, is TD_POOL_NONE. Design: common/kv/DESIGN.md, "Sequences" and "Masks".
  * Threads: owner (the pool's). No call after init allocates. */
 #pragma once
 
 #include <stdint.h>
 
+#include "common/kv/td_attention_mask.h"
 #include "common/kv/td_kv_layout.h"
 #include "common/kv/td_pool.h"
 
 typedef struct td_seq {
-    td_pool_t *pool;              /* borrowed */
-    const td_kv_layout_t *layout; /* borrowed */
-    uint32_t *blocks;             /* owned; [block_cap] block table */
-    uint32_t block_cap;           /* blocks */
-    uint32_t block_count;         /* blocks that hold tokens */
-    uint32_t reserved;            /* blocks of the pool's reservation that are ours */
+    td_pool_t *pool;                 /* borrowed */
+    const td_kv_layout_t *layout;    /* borrowed */
+    const td_attention_mask_t *mask; /* borrowed */
+    uint32_t *blocks;                /* owned; [block_cap] block table */
+    uint32_t block_cap;              /* blocks */
+    uint32_t block_count;            /* blocks that hold tokens, those that are gone too */
+    uint32_t held;                   /* of them, those that we hold a reference to */
+    uint32_t passed;   /* entries that the window has left: gone, or lasting (td_seq_forget()) */
+    uint32_t reserved; /* blocks of the pool's reservation that are ours */
 } td_seq_t;
 
 /** Makes an empty table for at most tokens_max tokens. Errors: TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t td_seq_init(td_seq_t *seq, td_pool_t *pool, const td_kv_layout_t *layout,
-                                      uint32_t tokens_max);
+                                      const td_attention_mask_t *mask, uint32_t tokens_max);
 /** Releases every block (last to first) and the reservation. Safe on a zeroed seq. */
 void td_seq_fini(td_seq_t *seq);
+/** Gives every block back (last to first), but neither the reservation nor the table. */
+void td_seq_release(td_seq_t *seq);
 /** Gives everything back but the table itself (a pass may still read it; td_seq_fini() ends it),
  * and blocks that are ours alone and not indexed become quarantined: something may still write into
  * them. Shape: quarantined_out [block_cap]; returns how many. */
@@ -29,6 +37,29 @@ uint32_t td_seq_fini_quarantine(td_seq_t *seq, uint32_t *quarantined_out);
 TD_MUST_CHECK td_status_t td_seq_reserve(td_seq_t *seq, uint32_t n);
 /** Appends a block that the caller already holds a reference to (a prefix hit, a fetched block). */
 void td_seq_adopt(td_seq_t *seq, uint32_t block_idx);
+/** Appends an entry without a block: no position that is still to come needs it. */
+void td_seq_skip(td_seq_t *seq);
+/** For an empty sequence: the longest prefix of keys from which the sequence can go on with what is
+ * here, which is everything that positions behind it see. Takes a reference to each block of that,
+ * and skips the others. Answers its length in blocks. Cost: O(count). */
+uint32_t td_seq_match(td_seq_t *seq, const td_block_key_t *keys, uint32_t count);
+/** For an empty sequence: adopts, from the first key on, what is here of all that positions from
+ * `from` on need, and skips the others, up to the first that is needed and not here. Answers how
+ * many entries there are. Cost: O(count). */
+uint32_t td_seq_hold(td_seq_t *seq, uint32_t from, const td_block_key_t *keys, uint32_t count);
+/** Does any position from `from` on need the block? */
+static inline bool td_seq_needs(const td_seq_t *seq, uint32_t from, uint32_t block)
+{
+    const uint32_t tokens = seq->layout->block_tokens;
+    return td_attention_needs(seq->mask, from, block * tokens, (block + 1) * tokens);
+}
+/** Gives up every block that no position from `from` on needs; the promise for it is renewed as
+ * long as the sequence still grows. Positions before `from` must never be computed again, and no
+ * pass may be reading the table. Cost: O(1) per block, each is looked at once; allocates nothing.
+ */
+void td_seq_forget(td_seq_t *seq, uint32_t from);
+/** Gives back what is promised beyond `most` blocks, those that are held counted. */
+void td_seq_trim(td_seq_t *seq, uint32_t most);
 /** Takes the next block from the reservation: zeroed, or as it is for one that a fetch fills whole.
  */
 uint32_t td_seq_grow(td_seq_t *seq);

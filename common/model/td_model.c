@@ -97,6 +97,9 @@ static void embed_rows(const worker_t *w)
     td_model_t *m = w->m;
     for (size_t row = w->row_begin; row < w->row_end; row++) {
         td_cpu_unpack_row(&m->embed, m->pass.rows[row].token, m->x + row * m->info.embed_dim);
+        if (m->pass.rows[row].position >= m->rope_positions) {
+            td_model_rope_row(m, m->pass.rows[row].position, m->rope_far + row * m->rope_dim);
+        }
     }
 }
 
@@ -125,7 +128,9 @@ static void place_head(td_model_t *m, size_t row, uint32_t layer, uint32_t kv_he
     const td_kv_layout_t *kv = &m->info.kv;
     const td_model_row_t *r = &m->pass.rows[row];
     const uint32_t group = m->info.heads / kv->kv_heads;
-    const float *table = m->rope + (size_t)r->position * m->rope_dim;
+    const float *table = r->position < m->rope_positions
+                             ? m->rope + (size_t)r->position * m->rope_dim
+                             : m->rope_far + row * m->rope_dim;
     float *q = m->q + row * m->q_dim + (size_t)kv_head * group * kv->head_dim;
     float *k = m->k + row * m->kv_dim + (size_t)kv_head * kv->head_dim;
     const float *v = m->v + row * m->kv_dim + (size_t)kv_head * kv->head_dim;
@@ -169,6 +174,7 @@ static void attend_item(const worker_t *w, uint32_t layer, const td_model_item_t
         .position = first->position,
         .rows = end - begin,
         .group = group,
+        .mask = m->info.attention,
         .scale = m->attn_scale,
         .q = m->q + at,
         .out = m->attn + at,
@@ -181,7 +187,7 @@ static void attend_item(const worker_t *w, uint32_t layer, const td_model_item_t
         return; /* fewer rows than pieces */
     }
     if (m->pass.split) {
-        size_t place = segment->part + item->begin / TD_CPU_SPAN_TOKENS;
+        size_t place = segment->part + item->part;
         job.parts = m->parts + (place * m->info.heads + (size_t)kv_head * group) * part_stride;
         job.part_row_stride = segment->spans * m->info.heads * part_stride;
     }
@@ -232,7 +238,11 @@ static void merge_row(td_model_t *m, size_t row)
     const size_t head_stride = td_cpu_part_stride(head_dim);
     const size_t span_stride = m->info.heads * head_stride;
     const size_t part = segment->part + (row - segment->row) * segment->spans;
-    const uint32_t spans = m->pass.rows[row].position / TD_CPU_SPAN_TOKENS + 1;
+    const td_model_row_t *last = &m->pass.rows[segment->row + segment->rows - 1];
+    /* The segment's last span, which is the last row's own, may lie behind this row. */
+    const bool behind =
+        m->pass.rows[row].position / TD_CPU_SPAN_TOKENS < last->position / TD_CPU_SPAN_TOKENS;
+    const uint32_t spans = segment->spans - (behind ? 1 : 0);
 
     for (uint32_t h = 0; h < m->info.heads; h++) {
         m->ops->merge(m->parts + part * span_stride + h * head_stride, span_stride, spans, head_dim,
@@ -421,6 +431,32 @@ static td_status_t check_rows(const td_model_t *m, const td_model_row_t *rows, u
     return TD_OK;
 }
 
+/* The next span from `at` on of which some row of the segment sees something; behind the last one
+ * TD_ATTENTION_NONE. */
+static uint32_t next_span(const td_model_t *m, const td_model_segment_t *segment, uint32_t at)
+{
+    const td_model_row_t *rows = m->pass.rows + segment->row;
+    const uint32_t next = td_attention_next(&m->info.attention, rows[0].position,
+                                            rows[segment->rows - 1].position, at);
+
+    return next == TD_ATTENTION_NONE ? next : next / TD_CPU_SPAN_TOKENS * TD_CPU_SPAN_TOKENS;
+}
+
+static uint32_t count_spans(const td_model_t *m, const td_model_segment_t *segment)
+{
+    const td_model_row_t *last = &m->pass.rows[segment->row + segment->rows - 1];
+    uint32_t count = 0;
+
+    if (m->info.attention.kind == TD_ATTENTION_FULL) {
+        return last->position / TD_CPU_SPAN_TOKENS + 1;
+    }
+    for (uint32_t span = next_span(m, segment, 0); span != TD_ATTENTION_NONE;
+         span = next_span(m, segment, span + TD_CPU_SPAN_TOKENS)) {
+        count++;
+    }
+    return count;
+}
+
 /* Cuts rows into runs of consecutive positions of a sequence. Where a run is cut changes speed
  * only: a row's attention depends on absolute tiles and spans. */
 static void plan_segments(td_model_t *m)
@@ -439,7 +475,6 @@ static void plan_segments(td_model_t *m)
             *segment = (td_model_segment_t){.row = i};
         }
         segment->rows++;
-        segment->spans = r->position / TD_CPU_SPAN_TOKENS + 1;
         m->segment_of[i] = p->segment_count - 1;
     }
 }
@@ -457,6 +492,7 @@ static void plan_items(td_model_t *m)
 
     for (uint32_t i = 0; i < p->segment_count; i++) {
         td_model_segment_t *segment = &m->segments[i];
+        segment->spans = count_spans(m, segment);
         single = single && segment->spans == 1;
         segment->part = parts;
         parts = (uint32_t)TD_MIN((uint64_t)parts + (uint64_t)segment->rows * segment->spans,
@@ -466,12 +502,15 @@ static void plan_items(td_model_t *m)
                p->segment_count * m->info.kv.kv_heads < SPLIT_BELOW * threads;
     p->item_count = 0;
     for (uint32_t i = 0; i < p->segment_count; i++) {
+        uint32_t span = p->split ? next_span(m, &m->segments[i], 0) : 0;
         for (uint32_t s = 0; s < (p->split ? m->segments[i].spans : 1); s++) {
             m->items[p->item_count++] = (td_model_item_t){
                 .segment = i,
-                .begin = s * TD_CPU_SPAN_TOKENS,
-                .end = p->split ? (s + 1) * TD_CPU_SPAN_TOKENS : UINT32_MAX,
+                .begin = span,
+                .end = p->split ? span + TD_CPU_SPAN_TOKENS : UINT32_MAX,
+                .part = s,
             };
+            span = p->split ? next_span(m, &m->segments[i], span + TD_CPU_SPAN_TOKENS) : 0;
         }
     }
     count = p->item_count * m->info.kv.kv_heads;

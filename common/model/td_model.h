@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "common/base/td_status.h"
+#include "common/kv/td_attention_mask.h"
 #include "common/kv/td_kv_layout.h"
 #include "common/model/td_gguf.h"
 
@@ -36,9 +37,10 @@ typedef struct td_model_options {
     uint32_t threads;        /* 1..TD_THREADS_MAX */
     uint32_t rows_max;       /* rows of the largest pass, 1..TD_MODEL_ROWS_MAX */
     uint32_t logit_rows_max; /* rows that may want logits in one pass, <= rows_max */
-    uint32_t context_max;    /* 0 = the model's own context length */
+    uint32_t context_max;    /* 0 = the model's own context length; longer only with a mask */
     uint32_t block_tokens;   /* tokens of a KV block */
     td_kv_codec_t kv_codec;
+    const char *attention; /* borrowed; TD_ATTENTION_FORMS, NULL = what the model file says */
 } td_model_options_t;
 
 typedef struct td_model_info {
@@ -48,16 +50,18 @@ typedef struct td_model_info {
     uint32_t ff_dim;
     uint32_t heads;
     td_kv_layout_t kv;
-    uint8_t fingerprint[32]; /* of the model file */
-    char numerics_class[64]; /* what may change bits, e.g. "cpu/mixed/r2" (I1) */
-    char name[64];           /* general.name, printable */
+    td_attention_mask_t attention; /* of every layer */
+    uint8_t fingerprint[32];       /* of the model file */
+    char numerics_class[64];       /* what may change bits, e.g. "cpu/mixed/r2/window:512" (I1) */
+    char name[64];                 /* general.name, printable */
 } td_model_info_t;
 
 /** One token of one sequence. Rows of a sequence stand together in ascending position. */
 typedef struct td_model_row {
     uint32_t token;
     uint32_t position;      /* absolute */
-    const uint32_t *blocks; /* borrowed: block i holds positions [i * block_tokens, ...) */
+    const uint32_t *blocks; /* borrowed: block i holds positions [i * block_tokens, ...); one that
+                               no row of the pass needs (the mask) may be anything */
     bool want_logits;
 } td_model_row_t;
 

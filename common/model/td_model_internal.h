@@ -26,7 +26,7 @@ typedef struct td_model_layer {
 typedef struct td_model_segment {
     uint32_t row;
     uint32_t rows;
-    uint32_t spans; /* of the last row */
+    uint32_t spans; /* of which some row sees something */
     uint32_t part;  /* in a split pass: of its first row's first span; a row has `spans` of them */
 } td_model_segment_t;
 
@@ -35,6 +35,7 @@ typedef struct td_model_item {
     uint32_t segment;
     uint32_t begin; /* positions */
     uint32_t end;
+    uint32_t part; /* which of the segment's spans it is */
 } td_model_item_t;
 
 /** One pass; written by td_model_forward() before the workers start. */
@@ -45,7 +46,7 @@ typedef struct td_model_pass {
     uint32_t segment_count;
     uint32_t item_count;
     uint32_t whole; /* of item_count * kv_heads, dealt out whole; each further one is cut by rows */
-    bool split; /* items are spans, whose parts are merged afterwards */
+    bool split;     /* items are spans, whose parts are merged afterwards */
     bool alone; /* no sequence has two segments, none is split or cut: items write their own KV */
     uint32_t logit_count;
     uint32_t layers_step;
@@ -66,7 +67,9 @@ struct td_model {
     const td_cpu_matrix_t *head; /* embed or head_own */
     td_model_layer_t *layers;    /* owned; [kv.layers] */
     float *output_norm;          /* owned; [embed_dim] */
-    float *rope;                 /* owned; [context_max][rope_dim / 2][cos, sin] */
+    float *rope;                 /* owned; [rope_positions][rope_dim / 2][cos, sin] */
+    uint32_t rope_positions;     /* the rest of the context is computed for each pass */
+    double *rope_steps;          /* owned; [rope_dim / 2]: radians a position */
     uint32_t rope_dim;           /* elements of a head that turn; the rest stay */
     uint32_t q_dim;              /* heads * head_dim */
     uint32_t kv_dim;             /* kv_heads * head_dim */
@@ -84,6 +87,7 @@ struct td_model {
     float *attn;                  /* [row][q_dim] */
     float *gate;                  /* [row][ff_dim] */
     float *up;                    /* [row][ff_dim] */
+    float *rope_far;              /* as rope, [row]; NULL when the table holds the context */
     float *logits;                /* [logit row][vocab_size] */
     td_cpu_acts_t acts;           /* quantised forms; [row][widest input], f32 unused */
     td_cpu_acts_t acts_ff;        /* of down's input, written while others read acts */
@@ -99,6 +103,10 @@ struct td_model {
      * Relaxed: the barriers order everything, the counter only deals out numbers. */
     atomic_uint next_item[2];
 };
+
+/** cos and sin of a position, as they stand in the tables: angles in double, so that every machine
+ * with a sound libm rounds to the same floats. Shape: out [rope_dim]. */
+void td_model_rope_row(const td_model_t *model, uint32_t position, float *out);
 
 /** The attention of a pass, of every layer and alone, for measuring it: queries are whatever the
  * last pass left, KV is read from the blocks, and the result goes nowhere. For chunks of a prompt

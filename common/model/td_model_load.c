@@ -151,6 +151,38 @@ static td_status_t read_head_dim(td_model_t *m, const td_gguf_t *gguf)
     return TD_OK;
 }
 
+/* The option, or the model's window for all layers. */
+static td_status_t read_attention(td_model_t *m, const td_gguf_t *gguf)
+{
+    td_attention_mask_t *mask = &m->info.attention;
+    uint32_t window = 0;
+    const char *text = NULL;
+    size_t len = 0;
+
+    if (m->options.attention != NULL) {
+        if (td_attention_mask_parse(m->options.attention, mask) != TD_OK) {
+            TD_LOG_ERROR("attention not understood",
+                         "got=\"%s\" expected=\"" TD_ATTENTION_FORMS "\" positions_max=%u",
+                         m->options.attention, TD_ATTENTION_POSITIONS_MAX);
+            return TD_ERR_INVALID;
+        }
+        return TD_OK;
+    }
+    TD_TRY(meta_u32(gguf, "llama.attention.sliding_window", true, 0, TD_ATTENTION_POSITIONS_MAX,
+                    &window));
+    if (window == 0) {
+        return TD_OK; /* none */
+    }
+    if (td_gguf_get_str(gguf, "llama.attention.sliding_window_pattern", &text, &len) !=
+        TD_ERR_NOT_FOUND) {
+        TD_LOG_ERROR("window of some layers only not supported",
+                     "key=llama.attention.sliding_window_pattern try=\"--attention\"");
+        return TD_ERR_UNSUPPORTED;
+    }
+    *mask = (td_attention_mask_t){.kind = TD_ATTENTION_WINDOW, .local = window};
+    return TD_OK;
+}
+
 static td_status_t read_hyper_parameters(td_model_t *m, const td_gguf_t *gguf)
 {
     td_model_info_t *info = &m->info;
@@ -173,9 +205,20 @@ static td_status_t read_hyper_parameters(td_model_t *m, const td_gguf_t *gguf)
         return TD_ERR_UNSUPPORTED;
     }
     TD_TRY(read_head_dim(m, gguf));
-    if (m->options.context_max > info->context_max) {
-        TD_LOG_ERROR("context longer than the model's", "context_max=%u model=%u",
-                     m->options.context_max, info->context_max);
+    TD_TRY(read_attention(m, gguf));
+    m->rope_positions = info->context_max;
+    /* With full attention queries would look back further than the model was trained for. */
+    if (m->options.context_max > info->context_max && info->attention.kind == TD_ATTENTION_FULL) {
+        TD_LOG_ERROR(
+            "context longer than the model's",
+            "context_max=%u model=%u expected=\"full attention ends there; a longer context "
+            "needs --attention window or strided\"",
+            m->options.context_max, info->context_max);
+        return TD_ERR_INVALID;
+    }
+    if (m->options.context_max > CONTEXT_MAX) {
+        TD_LOG_ERROR("context too long", "context_max=%u max=%u", m->options.context_max,
+                     CONTEXT_MAX);
         return TD_ERR_INVALID;
     }
     if (m->options.context_max != 0) {
@@ -341,7 +384,15 @@ static td_status_t check_nothing_left(const td_model_t *m, const td_gguf_t *gguf
     return TD_OK;
 }
 
-/* Angles in double, so that every machine with a sound libm rounds to the same floats. */
+void td_model_rope_row(const td_model_t *m, uint32_t position, float *out)
+{
+    for (uint32_t i = 0; i < m->rope_dim / 2; i++) {
+        const double angle = (double)position * m->rope_steps[i];
+        out[2 * (size_t)i] = (float)cos(angle);
+        out[2 * (size_t)i + 1] = (float)sin(angle);
+    }
+}
+
 static td_status_t make_rope(td_model_t *m, const td_gguf_t *gguf)
 {
     const uint32_t pairs = m->rope_dim / 2;
@@ -350,30 +401,30 @@ static td_status_t make_rope(td_model_t *m, const td_gguf_t *gguf)
     size_t bytes = 0;
 
     TD_TRY(meta_f32(gguf, "llama.rope.freq_base", true, 1.0f, 1e12f, &base));
-    if (!td_size_mul((size_t)m->info.context_max * m->rope_dim, sizeof(float), &bytes)) {
+    m->rope_positions = TD_MIN(m->rope_positions, m->info.context_max);
+    if (!td_size_mul((size_t)m->rope_positions * m->rope_dim, sizeof(float), &bytes)) {
         return TD_ERR_INVALID;
     }
     if (td_gguf_tensor_find(gguf, "rope_freqs.weight") != NULL) {
         TD_TRY(load_vector(gguf, "rope_freqs.weight", pairs, &factors));
     }
     m->rope = td_alloc_aligned(TD_CACHE_LINE_BYTES, bytes);
-    if (m->rope == NULL) {
+    m->rope_steps = td_calloc(pairs, sizeof(*m->rope_steps));
+    if (m->rope == NULL || m->rope_steps == NULL) {
         TD_LOG_ERROR("no memory for rotary tables", "bytes=%zu", bytes);
         td_free(factors);
         return TD_ERR_NO_MEMORY;
     }
     for (uint32_t i = 0; i < pairs; i++) {
-        double step = pow((double)base, -2.0 * i / m->rope_dim);
+        m->rope_steps[i] = pow((double)base, -2.0 * i / m->rope_dim);
         if (factors != NULL) {
-            step /= (double)factors[i];
-        }
-        for (size_t p = 0; p < m->info.context_max; p++) {
-            float *out = m->rope + p * m->rope_dim + 2 * (size_t)i;
-            out[0] = (float)cos((double)p * step);
-            out[1] = (float)sin((double)p * step);
+            m->rope_steps[i] /= (double)factors[i];
         }
     }
     td_free(factors);
+    for (uint32_t p = 0; p < m->rope_positions; p++) {
+        td_model_rope_row(m, p, m->rope + (size_t)p * m->rope_dim);
+    }
     return TD_OK;
 }
 
@@ -429,6 +480,9 @@ static td_status_t take_buffers(td_model_t *m)
     const size_t widest = TD_MAX(TD_MAX(info->embed_dim, info->ff_dim), m->q_dim);
     const size_t f = sizeof(float);
 
+    if (info->context_max > m->rope_positions) {
+        TD_TRY(take(rows, m->rope_dim, f, &m->rope_far));
+    }
     TD_TRY(take(rows, info->embed_dim, f, &m->x));
     TD_TRY(take(rows, info->embed_dim, f, &m->normed));
     TD_TRY(take(rows, info->embed_dim, f, &m->y));
@@ -500,6 +554,17 @@ static td_status_t load_layers(td_model_t *m, const td_gguf_t *gguf)
     return TD_OK;
 }
 
+/* A full mask has no name there: what is stored under full attention stays what it was. */
+static void name_numerics(td_model_info_t *info, td_precision_t precision)
+{
+    char mask[TD_ATTENTION_TEXT_MAX];
+    const bool full = info->attention.kind == TD_ATTENTION_FULL;
+
+    td_attention_mask_name(&info->attention, mask);
+    (void)snprintf(info->numerics_class, sizeof(info->numerics_class), "cpu/%s/%s%s%s",
+                   precision_names[precision], KERNEL_REVISION, full ? "" : "/", full ? "" : mask);
+}
+
 static td_status_t load_all(td_model_t *m, const td_gguf_t *gguf)
 {
     TD_TRY(check_options(&m->options));
@@ -522,8 +587,7 @@ static td_status_t load_all(td_model_t *m, const td_gguf_t *gguf)
     m->limit16 = m->options.precision == TD_PRECISION_FAST ? TD_CPU_INT8_MAX : TD_CPU_INT16_MAX;
     read_name(gguf, m->info.name);
     td_gguf_fingerprint(gguf, m->info.fingerprint);
-    (void)snprintf(m->info.numerics_class, sizeof(m->info.numerics_class), "cpu/%s/%s",
-                   precision_names[m->options.precision], KERNEL_REVISION);
+    name_numerics(&m->info, m->options.precision);
     return TD_OK;
 }
 
@@ -574,10 +638,10 @@ void td_model_destroy(td_model_t *m)
     for (uint32_t t = 0; m->scratch != NULL && t < m->options.threads; t++) {
         td_free(m->scratch[t]);
     }
-    void *const owned[] = {m->output_norm, m->rope,   m->x,         m->normed,   m->y,
-                           m->q,           m->k,      m->v,         m->attn,     m->gate,
-                           m->up,          m->logits, m->scratch,   m->segments, m->segment_of,
-                           m->items,       m->parts,  m->logit_rows};
+    void *const owned[] = {m->output_norm, m->rope,   m->x,          m->normed,     m->y,
+                           m->q,           m->k,      m->v,          m->attn,       m->gate,
+                           m->up,          m->logits, m->scratch,    m->segments,   m->segment_of,
+                           m->items,       m->parts,  m->logit_rows, m->rope_steps, m->rope_far};
     for (size_t i = 0; i < TD_ARRAY_LEN(owned); i++) {
         td_free(owned[i]);
     }

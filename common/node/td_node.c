@@ -17,6 +17,7 @@ static td_status_t open_model(td_node_t *n, const td_node_setup_t *setup)
         .logit_rows_max = setup->logit_rows_max,
         .context_max = (uint32_t)td_config_u64(c, "context-max"),
         .block_tokens = (uint32_t)td_config_u64(c, "block-tokens"),
+        .attention = td_config_text(c, "attention"),
     };
 
     if (path == NULL || td_config_text(c, "router") == NULL) {
@@ -46,20 +47,30 @@ static td_status_t open_pool(td_node_t *n, const td_node_setup_t *setup)
     const td_kv_layout_t *layout = td_node_layout(n);
     size_t block_bytes = td_kv_block_bytes(layout);
     uint64_t blocks = TD_MIN(setup->kv_bytes / block_bytes, (uint64_t)TD_POOL_BLOCKS_MAX);
-    uint32_t context_blocks = td_kv_blocks_for(layout, n->info->context_max);
+    uint32_t context_blocks =
+        td_attention_blocks_max(td_node_mask(n), layout->block_tokens, n->info->context_max,
+                                setup->role == TD_ROLE_PREFILL ? setup->rows_max : 1);
+    char attention[TD_ATTENTION_TEXT_MAX];
     td_transfer_config_t config = {.block_count = (uint32_t)blocks,
                                    .block_bytes = block_bytes,
                                    .incarnation = n->proc.incarnation,
                                    .metrics = n->proc.metrics,
                                    .name_prefix = setup->metric_prefix};
 
+    td_attention_mask_name(td_node_mask(n), attention);
     TD_LOG_INFO(
         "kv size",
         "codec=%s bytes_per_token=%zu block_tokens=%u block_bytes=%zu blocks=%llu tokens=%llu "
-        "context_max=%u requests_of_full_context=%llu",
+        "context_max=%u attention=%s requests_of_full_context=%llu",
         td_kv_codec_name(layout->codec), td_kv_token_bytes(layout), layout->block_tokens,
         block_bytes, (unsigned long long)blocks, (unsigned long long)blocks * layout->block_tokens,
-        n->info->context_max, (unsigned long long)(blocks / context_blocks));
+        n->info->context_max, attention, (unsigned long long)(blocks / context_blocks));
+    if (td_node_mask(n)->kind == TD_ATTENTION_STRIDED &&
+        td_node_mask(n)->stride <= layout->block_tokens) {
+        TD_LOG_WARN("no block can be given up before its request ends",
+                    "attention=%s block_tokens=%u why=\"every block has a summary\"", attention,
+                    layout->block_tokens);
+    }
     if (blocks < context_blocks) {
         TD_LOG_WARN("kv memory holds no request of full context", "blocks=%llu needed=%u",
                     (unsigned long long)blocks, context_blocks);
@@ -240,6 +251,16 @@ const td_kv_layout_t *td_node_layout(const td_node_t *n)
     return &n->info->kv;
 }
 
+const td_attention_mask_t *td_node_mask(const td_node_t *n)
+{
+    return &n->info->attention;
+}
+
+const td_block_key_t *td_node_parent(const td_node_t *n, const td_block_key_t *previous)
+{
+    return n->info->attention.kind == TD_ATTENTION_FULL ? previous : NULL;
+}
+
 void td_node_forget(td_node_t *n, uint64_t ticket, uint32_t attempt)
 {
     n->forgotten_ticket[n->forgotten_next] = ticket;
@@ -316,15 +337,29 @@ uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint3
                              uint64_t *sums_out, uint32_t *jobs_out)
 {
     const uint32_t first = seq->block_count;
+    const uint32_t behind = (first + found->count) * td_node_layout(n)->block_tokens;
+    const uint32_t needed =
+        td_attention_blocks_needed(td_node_mask(n), td_node_layout(n)->block_tokens, behind,
+                                   first * td_node_layout(n)->block_tokens, behind);
     uint32_t at = 0;
 
     *jobs_out = 0;
+    /* Under a mask what a shorter prefix needed is held until the longer one is here. */
+    if (needed > seq->reserved && td_seq_reserve(seq, needed - seq->reserved) != TD_OK) {
+        return 0;
+    }
     while (at < found->count) {
         const char *segment = found->segment_ids[found->segment_of[at]];
         const td_member_peer_t *peer = td_member_find(n->member, segment);
         uint32_t end = at;
         td_node_fetch_t *job = NULL;
-        while (end < found->count && found->segment_of[end] == found->segment_of[at]) {
+        if (!td_seq_needs(seq, behind, first + at)) {
+            td_seq_skip(seq);
+            at++;
+            continue;
+        }
+        while (end < found->count && found->segment_of[end] == found->segment_of[at] &&
+               td_seq_needs(seq, behind, first + end)) {
             end++;
         }
         job = peer == NULL ? NULL : td_node_fetch_new(n, peer->incarnation, end - at);
@@ -351,6 +386,10 @@ uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint3
         ++*jobs_out;
         at = end;
     }
+    if (*jobs_out == 0) {
+        td_seq_truncate(seq, first * td_node_layout(n)->block_tokens);
+        return 0;
+    }
     return at;
 }
 
@@ -372,14 +411,23 @@ void td_node_fetch_compare(const td_node_fetch_t *job, const td_block_key_t *key
 uint32_t td_node_fetch_keep(td_node_t *n, td_seq_t *seq, uint32_t first, const td_block_key_t *keys,
                             const uint64_t *hashes, const bool *right)
 {
+    const uint32_t tokens = td_node_layout(n)->block_tokens;
+    const uint32_t behind = seq->block_count * tokens;
     uint32_t at = first;
 
-    for (; at < seq->block_count && right[at]; at++) {
+    for (; at < seq->block_count && (right[at] || !td_seq_needs(seq, behind, at)); at++) {
+        if (seq->blocks[at] == TD_POOL_NONE) {
+            continue;
+        }
         /* Another request may have brought the same block meanwhile: then ours stays private. */
-        (void)!td_pool_index_after(n->pool, seq->blocks[at], at > 0 ? &keys[at - 1] : NULL,
-                                   &keys[at], hashes[at]);
+        (void)!td_pool_index_after(n->pool, seq->blocks[at],
+                                   at > 0 ? td_node_parent(n, &keys[at - 1]) : NULL, &keys[at],
+                                   hashes[at]);
     }
-    td_seq_truncate(seq, at * td_node_layout(n)->block_tokens);
+    if (at < seq->block_count && td_node_mask(n)->kind != TD_ATTENTION_FULL) {
+        at = first;
+    }
+    td_seq_truncate(seq, at * tokens);
     return at - first;
 }
 

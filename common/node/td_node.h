@@ -38,8 +38,15 @@
          0,                                                                                          \
          0,                                                                                          \
          TD_KV_CODEC_NAMES},                                                                         \
+        {"context-max",                                                                              \
+         TD_OPTION_COUNT,                                                                            \
+         "0",                                                                                        \
+         "tokens of a request, 0 = the model's; longer ones need a mask (attention)",                \
+         0,                                                                                          \
+         1 << 20},                                                                                   \
     {                                                                                                \
-        "context-max", TD_OPTION_COUNT, "0", "tokens of a request, 0 = the model's", 0, 1 << 20      \
+        "attention", TD_OPTION_TEXT, NULL,                                                           \
+            "what a token sees, one for the whole cluster [the model's]: " TD_ATTENTION_FORMS        \
     }
 #define TD_NODE_THREADS_MAX 256
 
@@ -102,6 +109,10 @@ void td_node_close(td_node_t *node);
 /** Root of block keys for a tenant's salt. */
 void td_node_root(const td_node_t *node, const void *salt, size_t salt_len, td_block_root_t *out);
 const td_kv_layout_t *td_node_layout(const td_node_t *node);
+const td_attention_mask_t *td_node_mask(const td_node_t *node);
+/** The key that a block's index entry names as the one it follows (td_pool_index_after()). Under a
+ * mask blocks don't need those before them for long, so there is none. */
+const td_block_key_t *td_node_parent(const td_node_t *node, const td_block_key_t *previous);
 void td_node_update_kv_metrics(td_node_t *node);
 
 /** Remembers that a ticket's attempt and lower ones are over; tells whether a message comes too
@@ -115,9 +126,12 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *node, uint64_t peer_incarnation,
 /** Submits it; it comes back over node->fetched. Errors: TD_ERR_BUSY: the job has been freed. */
 TD_MUST_CHECK td_status_t td_node_fetch_submit(td_node_fetch_t *job);
 /** Fetches blocks that a store has found, one job for each run on the same segment, into blocks by
- * which seq grows (of its reservation). job->first is the logical index of a job's first block.
+ * which seq grows. What no position behind them sees is skipped, not fetched; blocks beyond its
+ * reservation are reserved, or nothing is fetched.
+ * job->first is the logical index of a job's first block.
  * Shape:  sums_out [found->count]: the announced checksums.
- * Answers how many blocks, from the first, are on their way; *jobs_out counts the jobs. */
+ * Answers by how many entries, from the first, seq has grown; *jobs_out counts the jobs: none, and
+ * seq is what it was. */
 uint32_t td_node_fetch_found(td_node_t *node, td_seq_t *seq, uint64_t ticket, uint32_t attempt,
                              uint64_t deadline_ns, const td_msg_lookup_result_t *found,
                              uint64_t *sums_out, uint32_t *jobs_out);
@@ -127,7 +141,8 @@ uint32_t td_node_fetch_found(td_node_t *node, td_seq_t *seq, uint64_t ticket, ui
 void td_node_fetch_compare(const td_node_fetch_t *job, const td_block_key_t *keys, uint64_t *sums,
                            bool *right, const char *request_id);
 /** Indexes what came, from logical block `first` on; the first that is wrong or missing ends the
- * sequence. Answers how many blocks were kept. */
+ * sequence, under a mask right at `first`: what lies before the wrong one was not fetched whole.
+ * Answers how many entries were kept. */
 uint32_t td_node_fetch_keep(td_node_t *node, td_seq_t *seq, uint32_t first,
                             const td_block_key_t *keys, const uint64_t *hashes, const bool *right);
 /** Takes the next completed job; the caller frees it with td_node_fetch_free(), or sends it on with

@@ -8,6 +8,7 @@
 
 #include "common/model/td_model.h"
 
+#define BENCH_CONTEXT_MAX (1u << 20)
 #define BENCH_EXIT_OK 0
 #define BENCH_EXIT_FAILED 1 /* the run went wrong */
 #define BENCH_EXIT_USAGE 2  /* the input was wrong */
@@ -33,6 +34,8 @@ bool bench_parse_isa(const char *text, td_isa_t *out);
 bool bench_parse_precision(const char *text, td_precision_t *out);
 #define BENCH_CODEC_NAMES "f16, f8_e4m3, i8 or f4_e2m1"
 bool bench_parse_codec(const char *text, td_kv_codec_t *out);
+/** One of TD_ATTENTION_FORMS; false after saying what is wrong. */
+bool bench_check_attention(const char *text);
 /** Prints a flat object of numbers to standard output, as one line of JSON or as a table. */
 void bench_print_figures(json_t *figures, bool as_json);
 

@@ -20,6 +20,8 @@ typedef struct eval_options {
     td_precision_t precision;
     td_isa_t isa;
     td_kv_codec_t kv_codec;
+    const char *attention; /* borrowed; NULL = the model's */
+    uint32_t context_max;  /* 0 = the model's */
 } eval_options_t;
 
 typedef struct eval_job {
@@ -59,6 +61,9 @@ static void print_help(void)
                "  --precision P     fast, mixed (default) or exact\n"
                "  --chunk N         rows of a pass, default 128\n"
                "  --kv-codec C      " BENCH_CODEC_NAMES "; default f16\n"
+               "  --attention A     full, window:W[,SINKS] or strided:LOCAL,STRIDE[,SUMMARY];\n"
+               "                    default the model's\n"
+               "  --context-max N   positions; above the model's only with a window or strides\n"
                "  --isa I           " BENCH_ISA_NAMES "; default auto; never changes a result\n"
                "  --help            this text");
 }
@@ -308,6 +313,11 @@ static int parse_options(int argc, char **argv, eval_options_t *o)
         {.name = "precision", .kind = BENCH_PRECISION, .out = &o->precision},
         {.name = "isa", .kind = BENCH_ISA, .out = &o->isa},
         {.name = "kv-codec", .kind = BENCH_CODEC, .out = &o->kv_codec},
+        {.name = "attention", .kind = BENCH_ATTENTION, .out = &o->attention},
+        {.name = "context-max",
+         .kind = BENCH_NUMBER,
+         .out = &o->context_max,
+         .max = BENCH_CONTEXT_MAX},
         {.name = "chunk",
          .kind = BENCH_NUMBER,
          .out = &o->chunk,
@@ -334,6 +344,8 @@ int bench_eval(int argc, char **argv)
                                    .rows_max = e.options.chunk,
                                    .logit_rows_max = e.options.chunk,
                                    .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT,
+                                   .context_max = e.options.context_max,
+                                   .attention = e.options.attention,
                                    .kv_codec = e.options.kv_codec};
     rc = bench_model_open(e.options.model, &options, 1, 0, &e.run);
     if (rc != BENCH_EXIT_OK) {

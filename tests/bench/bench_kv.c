@@ -133,14 +133,15 @@ static bool evict(kv_bench_t *b, uint32_t count, uint64_t *ns)
 
 static bool speculate(kv_bench_t *b)
 {
+    static const td_attention_mask_t full_mask;
     static const td_kv_layout_t layout = {
         .layers = 1, .kv_heads = 1, .head_dim = 8, .block_tokens = 16};
     td_seq_t seq;
     uint32_t written = 0;
     uint64_t allocs = 0;
     uint64_t begin_ns = 0;
-    bool ok =
-        td_seq_init(&seq, b->pool, &layout, 2048) == TD_OK && td_seq_reserve(&seq, 128) == TD_OK;
+    bool ok = td_seq_init(&seq, b->pool, &layout, &full_mask, 2048) == TD_OK &&
+              td_seq_reserve(&seq, 128) == TD_OK;
 
     allocs = td_alloc_count();
     begin_ns = td_now_ns();

@@ -24,6 +24,7 @@ typedef struct model_options {
     td_precision_t precision;
     td_isa_t isa;
     td_kv_codec_t kv_codec;
+    const char *attention; /* borrowed; NULL = the model's */
     bool json;
 } model_options_t;
 
@@ -52,6 +53,9 @@ static void print_help(void)
         "  --threads N       default 2\n"
         "  --precision P     fast, mixed (default) or exact\n"
         "  --kv-codec C      " BENCH_CODEC_NAMES "; default f16\n"
+        "  --attention A     full, window:W[,SINKS] or strided:LOCAL,STRIDE[,SUMMARY]; default "
+        "the\n"
+        "                    model's\n"
         "  --isa I           " BENCH_ISA_NAMES "; default auto\n"
         "  --repeat N        default 5\n"
         "  --json            one JSON object instead of a table\n"
@@ -196,10 +200,18 @@ static bool measure_verify(model_bench_t *b)
 /* --- limits ------------------------------------------------------------------------------------
  */
 
-/* Multiply-adds of causal attention over so many tokens: scores and sums, all heads and layers. */
+/* Multiply-adds of attention over so many tokens: scores and sums of what the mask shows, all heads
+ * and layers. */
 static double attention_macs(const td_model_info_t *info, uint32_t tokens)
 {
-    double visible = (double)tokens * (tokens + 1) / 2;
+    double visible = 0;
+
+    for (uint32_t q = 0; q < tokens; q++) {
+        for (uint32_t tile = 0; tile <= q; tile += 32) {
+            const uint32_t lasting = td_attention_lasting_bits(&info->attention, tile);
+            visible += __builtin_popcount(td_attention_bits(&info->attention, q, tile, lasting));
+        }
+    }
     return visible * 2 * info->kv.head_dim * info->heads * info->kv.layers;
 }
 
@@ -354,6 +366,7 @@ static int parse_options(int argc, char **argv, model_options_t *o)
         {.name = "precision", .kind = BENCH_PRECISION, .out = &o->precision},
         {.name = "isa", .kind = BENCH_ISA, .out = &o->isa},
         {.name = "kv-codec", .kind = BENCH_CODEC, .out = &o->kv_codec},
+        {.name = "attention", .kind = BENCH_ATTENTION, .out = &o->attention},
         BENCH_REPEAT_OPTION(&o->repeat),
         BENCH_JSON_OPTION(&o->json),
     };
@@ -379,6 +392,7 @@ int bench_model(int argc, char **argv)
                                    .rows_max = MODEL_CHUNK,
                                    .logit_rows_max = MODEL_SEQUENCES,
                                    .block_tokens = TD_KV_BLOCK_TOKENS_DEFAULT,
+                                   .attention = b.options.attention,
                                    .kv_codec = b.options.kv_codec};
     begin_ns = td_now_ns();
     rc = bench_model_open(b.options.model, &options, MODEL_SEQUENCES, MODEL_PREFILL_MAX, &b.run);

@@ -29,6 +29,9 @@ static bool read_one(const bench_option_t *o, char *text)
         return bench_parse_isa(text, o->out);
     case BENCH_CODEC:
         return bench_parse_codec(text, o->out);
+    case BENCH_ATTENTION:
+        *(const char **)o->out = text;
+        return bench_check_attention(text);
     case BENCH_OWN:
         return o->parse(text, o->out);
     }

@@ -13,6 +13,7 @@ typedef enum bench_option_kind {
     BENCH_PRECISION, /* out: td_precision_t */
     BENCH_ISA,       /* out: td_isa_t */
     BENCH_CODEC,     /* out: td_kv_codec_t */
+    BENCH_ATTENTION, /* out: const char *, a mask's text */
     BENCH_OWN        /* parse(text, out) answers false after saying what is wrong */
 } bench_option_kind_t;
 

@@ -79,6 +79,17 @@ bool bench_parse_codec(const char *text, td_kv_codec_t *out)
     return false;
 }
 
+bool bench_check_attention(const char *text)
+{
+    td_attention_mask_t mask;
+
+    if (td_attention_mask_parse(text, &mask) == TD_OK) {
+        return true;
+    }
+    (void)bench_usage_error("--attention wants " TD_ATTENTION_FORMS ", not \"%s\"", text);
+    return false;
+}
+
 void bench_print_figures(json_t *figures, bool as_json)
 {
     const char *key = NULL;

@@ -258,13 +258,14 @@ static void test_fault_store_segment_create(void **state)
 
 static void test_fault_seq_init(void **state)
 {
+    static const td_attention_mask_t full_mask;
     static const td_kv_layout_t layout = {
         .layers = 1, .kv_heads = 1, .head_dim = 8, .block_tokens = 16};
     td_seq_t seq = {0};
     (void)state;
 
     td_alloc_fail_at(1);
-    assert_int_equal(td_seq_init(&seq, parts.pool, &layout, 32), TD_ERR_NO_MEMORY);
+    assert_int_equal(td_seq_init(&seq, parts.pool, &layout, &full_mask, 32), TD_ERR_NO_MEMORY);
     td_alloc_fail_at(0);
     assert_null(seq.blocks);
     td_seq_fini(&seq);

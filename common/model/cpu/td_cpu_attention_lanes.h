@@ -4,7 +4,7 @@
  *
  * Included once by each file of vector kernels, which defines before: vec_t, vec_mask_t, VEC_LANES,
  * vec_load, vec_store, vec_set1, vec_mul, vec_add,
- * vec_sub, vec_fma, vec_max, vec_exp, vec_above (of reaches and a token: which lanes see it),
+ * vec_sub, vec_fma, vec_max, vec_exp, vec_sees (of lanes' bits and a token: which lanes see it),
  * vec_keep (zero elsewhere), vec_select. Threads: any; the scratch belongs to one thread. */
 #pragma once
 
@@ -17,13 +17,17 @@
 #define SCORE_VECTORS 3u /* with 4 tokens: 12 chains at once */
 #define MIX_VECTORS 4u   /* of a value, for VEC_MIX_QUERIES queries at once */
 
-/* Gathers runs of up to 16 tokens: blocks hold 16 or a multiple. Shape: out [tokens][head_dim]. */
+/* Gathers runs of up to 16 tokens of which some are seen: blocks hold 16 or a multiple. What is
+ * left out keeps old numbers, which are never used. Shape: out [tokens][head_dim]. */
 static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
-                      float *out)
+                      uint32_t seen, float *out)
 {
     const uint32_t head_dim = job->kv->head_dim;
 
     for (uint32_t t = 0; t < tokens; t += 16) {
+        if (!td_cpu_has_run(seen, t)) {
+            continue;
+        }
         const uint8_t *values = td_cpu_kv_at(job, is_v, tile + t);
         const uint8_t *scales = td_cpu_kv_scale_at(job, is_v, tile + t);
         const uint32_t count = TD_MIN(16u, tokens - t);
@@ -114,44 +118,46 @@ ALWAYS_INLINE void score_block(const td_cpu_scratch_t *s, uint32_t lanes, uint32
 
 static __attribute__((noinline)) void score_tile_3(const td_cpu_scratch_t *s, uint32_t lanes,
                                                    uint32_t head_dim, uint32_t first,
-                                                   uint32_t tokens)
+                                                   uint32_t begin, uint32_t end)
 {
-    for (uint32_t t = 0; t < tokens; t += 4) {
+    for (uint32_t t = begin; t < end; t += 4) {
         score_block(s, lanes, head_dim, first, t, 3, 4);
     }
 }
 
 static __attribute__((noinline)) void score_tile_2(const td_cpu_scratch_t *s, uint32_t lanes,
                                                    uint32_t head_dim, uint32_t first,
-                                                   uint32_t tokens)
+                                                   uint32_t begin, uint32_t end)
 {
-    for (uint32_t t = 0; t < tokens; t += 4) {
+    for (uint32_t t = begin; t < end; t += 4) {
         score_block(s, lanes, head_dim, first, t, 2, 4);
     }
 }
 
 static __attribute__((noinline)) void score_tile_1(const td_cpu_scratch_t *s, uint32_t lanes,
                                                    uint32_t head_dim, uint32_t first,
-                                                   uint32_t tokens)
+                                                   uint32_t begin, uint32_t end)
 {
-    for (uint32_t t = 0; t < tokens; t += 8) {
+    for (uint32_t t = begin; t < end; t += 8) {
         score_block(s, lanes, head_dim, first, t, 1, 8);
     }
 }
 
-/* Scores of the whole tile; what lies behind `tokens` is scored from old keys and never used. */
-static void score_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim,
-                       uint32_t tokens)
+/* Scores from the first to the last token that is seen, in eights; what nobody sees there is scored
+ * from old keys, and never used. */
+static void score_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim, uint32_t seen)
 {
+    const uint32_t begin = (uint32_t)__builtin_ctz(seen) / 8 * 8;
+    const uint32_t end = 32 - (uint32_t)__builtin_clz(seen);
     uint32_t first = 0;
 
     for (; first + 3 * VEC_LANES <= lanes; first += 3 * VEC_LANES) {
-        score_tile_3(s, lanes, head_dim, first, tokens);
+        score_tile_3(s, lanes, head_dim, first, begin, end);
     }
     if (first + 2 * VEC_LANES <= lanes) {
-        score_tile_2(s, lanes, head_dim, first, tokens);
+        score_tile_2(s, lanes, head_dim, first, begin, end);
     } else if (first < lanes) {
-        score_tile_1(s, lanes, head_dim, first, tokens);
+        score_tile_1(s, lanes, head_dim, first, begin, end);
     }
 }
 
@@ -170,7 +176,7 @@ ALWAYS_INLINE void weigh_vector(const td_cpu_scratch_t *s, uint32_t lanes, uint3
     for (uint32_t t = 0; t < tokens; t++) {
         vec_t score = vec_load(weights + (size_t)t * lanes);
         if (partial) {
-            score = vec_select(vec_above(s->reach + first, t), score, masked);
+            score = vec_select(vec_sees(s->seen + first, t), score, masked);
         }
         maximum = vec_max(score, maximum);
     }
@@ -184,7 +190,7 @@ ALWAYS_INLINE void weigh_vector(const td_cpu_scratch_t *s, uint32_t lanes, uint3
             float *at = weights + (size_t)(t + i) * lanes;
             vec_t w = vec_exp(vec_sub(vec_load(at), maximum));
             if (partial) {
-                w = vec_keep(vec_above(s->reach + first, t + i), w); /* exactly zero */
+                w = vec_keep(vec_sees(s->seen + first, t + i), w); /* exactly zero */
             }
             sums[i] = vec_add(sums[i], w);
             vec_store(at, w);
@@ -216,10 +222,9 @@ static __attribute__((noinline)) void weigh_part(const td_cpu_scratch_t *s, uint
 }
 
 /* out = out * rescale + sum of weights * values over tokens [begin, end), for `queries` queries
- * from i on and `vectors` vectors of the head from d on. rescale is left out after the first part.
- */
+ * from i on and `vectors` vectors of the head from d on. */
 ALWAYS_INLINE void mix_block(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim,
-                             uint32_t i, uint32_t d, uint32_t begin, uint32_t end, bool rescales,
+                             uint32_t i, uint32_t d, uint32_t begin, uint32_t end,
                              const uint32_t queries, const uint32_t vectors)
 {
     const size_t stride = td_cpu_output_stride(head_dim);
@@ -229,7 +234,7 @@ ALWAYS_INLINE void mix_block(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t
 
     UNROLL(8)
     for (uint32_t q = 0; q < queries; q++) {
-        vec_t r = vec_set1(rescales ? s->rescale[i + q] : 1.0f);
+        vec_t r = vec_set1(s->rescale[i + q]);
         UNROLL(4)
         for (uint32_t v = 0; v < vectors; v++) {
             acc[q][v] = vec_mul(vec_load(out + q * stride + v * VEC_LANES), r);
@@ -260,50 +265,128 @@ ALWAYS_INLINE void mix_block(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t
     }
 }
 
+/* After a query's first tokens of a tile nothing is left to rescale. */
+static void end_rescale(const td_cpu_scratch_t *s, uint32_t i, uint32_t queries)
+{
+    for (uint32_t q = i; q < i + queries; q++) {
+        s->rescale[q] = 1.0f;
+    }
+}
+
 static __attribute__((noinline)) void mix_many(const td_cpu_scratch_t *s, uint32_t lanes,
-                                               uint32_t head_dim, uint32_t i, uint32_t end)
+                                               uint32_t head_dim, uint32_t i, uint32_t begin,
+                                               uint32_t end)
 {
     uint32_t d = 0;
     for (; d + MIX_VECTORS * VEC_LANES <= head_dim; d += MIX_VECTORS * VEC_LANES) {
-        mix_block(s, lanes, head_dim, i, d, 0, end, true, VEC_MIX_QUERIES, MIX_VECTORS);
+        mix_block(s, lanes, head_dim, i, d, begin, end, VEC_MIX_QUERIES, MIX_VECTORS);
     }
     for (; d < head_dim; d += VEC_LANES) {
-        mix_block(s, lanes, head_dim, i, d, 0, end, true, VEC_MIX_QUERIES, 1);
+        mix_block(s, lanes, head_dim, i, d, begin, end, VEC_MIX_QUERIES, 1);
     }
+    end_rescale(s, i, VEC_MIX_QUERIES);
 }
 
 static __attribute__((noinline)) void mix_one(const td_cpu_scratch_t *s, uint32_t lanes,
                                               uint32_t head_dim, uint32_t i, uint32_t begin,
-                                              uint32_t end, bool rescales)
+                                              uint32_t end)
 {
     uint32_t d = 0;
     for (; d + MIX_VECTORS * VEC_LANES <= head_dim; d += MIX_VECTORS * VEC_LANES) {
-        mix_block(s, lanes, head_dim, i, d, begin, end, rescales, 1, MIX_VECTORS);
+        mix_block(s, lanes, head_dim, i, d, begin, end, 1, MIX_VECTORS);
     }
     for (; d < head_dim; d += VEC_LANES) {
-        mix_block(s, lanes, head_dim, i, d, begin, end, rescales, 1, 1);
+        mix_block(s, lanes, head_dim, i, d, begin, end, 1, 1);
+    }
+    end_rescale(s, i, 1);
+}
+
+/* Some tokens for one query, in ascending order. */
+static void mix_alone(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim, uint32_t i,
+                      uint32_t bits)
+{
+    while (bits != 0) {
+        uint32_t begin = 0;
+        uint32_t end = 0;
+        td_cpu_take_run(&bits, &begin, &end);
+        mix_one(s, lanes, head_dim, i, begin, end);
     }
 }
 
-/* Queries stand in ascending position, so the first of a block sees least: what it sees is mixed
- * for all of them together, the rest one by one. Masked tokens are left out, not added as zero: a
- * value there may be infinite. */
-static void mix_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim, uint32_t queries)
+/* What all queries of a block see is mixed for all of them together, what lies before and behind
+ * for each alone; so is everything where it lies in between, as at the end of a stride. Masked
+ * tokens are left out, not added as zero: a value there may be infinite. */
+static void mix_queries(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim, uint32_t i)
+{
+    uint32_t common = UINT32_MAX;
+    uint32_t any = 0;
+    uint32_t between = 0; /* from the first to the last common token */
+
+    for (uint32_t q = i; q < i + VEC_MIX_QUERIES; q++) {
+        common &= s->seen[q];
+        any |= s->seen[q];
+    }
+    if (common != 0) {
+        between = UINT32_MAX << __builtin_ctz(common) & UINT32_MAX >> __builtin_clz(common);
+        common = (any & between) == common ? common : 0;
+    }
+    for (uint32_t q = i; common != any && q < i + VEC_MIX_QUERIES; q++) {
+        const uint32_t before = common == 0 ? UINT32_MAX : (common & -common) - 1;
+        mix_alone(s, lanes, head_dim, q, s->seen[q] & before);
+    }
+    for (uint32_t left = common; left != 0;) {
+        uint32_t begin = 0;
+        uint32_t end = 0;
+        td_cpu_take_run(&left, &begin, &end);
+        mix_many(s, lanes, head_dim, i, begin, end);
+    }
+    for (uint32_t q = i; common != 0 && common != any && q < i + VEC_MIX_QUERIES; q++) {
+        const uint32_t behind = ~(UINT32_MAX >> __builtin_clz(common));
+        mix_alone(s, lanes, head_dim, q, s->seen[q] & behind);
+    }
+}
+
+/* whole: all queries see all of the tile. */
+static void mix_tile(const td_cpu_scratch_t *s, uint32_t lanes, uint32_t head_dim, uint32_t queries,
+                     bool whole)
 {
     uint32_t i = 0;
 
     for (; i + VEC_MIX_QUERIES <= queries; i += VEC_MIX_QUERIES) {
-        uint32_t common = (uint32_t)s->reach[i];
-        mix_many(s, lanes, head_dim, i, common);
-        for (uint32_t q = i; q < i + VEC_MIX_QUERIES; q++) {
-            if ((uint32_t)s->reach[q] > common) {
-                mix_one(s, lanes, head_dim, q, common, (uint32_t)s->reach[q], false);
-            }
+        if (whole) {
+            mix_many(s, lanes, head_dim, i, 0, TD_CPU_TILE_TOKENS);
+        } else {
+            mix_queries(s, lanes, head_dim, i);
         }
     }
     for (; i < queries; i++) {
-        mix_one(s, lanes, head_dim, i, 0, (uint32_t)s->reach[i], true);
+        mix_alone(s, lanes, head_dim, i, whole ? UINT32_MAX : s->seen[i]);
     }
+}
+
+/* Fills in what each lane sees; lanes behind the last query are as that one. Answers whether all
+ * see all of the tile. */
+static bool see_tile(const td_cpu_attention_t *job, const td_cpu_scratch_t *s, uint32_t lanes,
+                     const td_cpu_tile_view_t *view, uint32_t tile)
+{
+    uint32_t common = UINT32_MAX;
+    uint32_t bits = 0;
+    uint32_t lane = 0;
+
+    if (view->whole) {
+        return true; /* nobody asks */
+    }
+    for (uint32_t row = 0; row < job->rows; row++) {
+        bits = td_cpu_row_bits(job, view, row, tile);
+        common &= bits;
+        for (uint32_t i = 0; i < job->group; i++) {
+            s->seen[lane++] = bits;
+        }
+    }
+    while (lane < lanes) {
+        s->seen[lane++] = bits;
+    }
+    return common == UINT32_MAX;
 }
 
 static uint32_t lanes_of(const td_cpu_attention_t *job)
@@ -332,22 +415,20 @@ static void attend_lanes(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uin
     const uint32_t queries = job->rows * job->group;
     const uint32_t lanes = lanes_of(job);
 
-    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
+    for (uint32_t tile = td_cpu_next_seen(job, begin, TD_CPU_TILE_TOKENS, end); tile < end;
+         tile = td_cpu_next_seen(job, tile + TD_CPU_TILE_TOKENS, TD_CPU_TILE_TOKENS, end)) {
         const uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
-        const bool partial = job->position + 1 < tile + TD_CPU_TILE_TOKENS;
-        for (uint32_t i = 0; i < lanes; i++) {
-            const uint32_t seen = job->position + TD_MIN(i, queries - 1) / job->group + 1;
-            s->reach[i] = (int32_t)(seen <= tile ? 0 : TD_MIN(seen - tile, tokens));
-        }
-        load_tile(job, false, tile, tokens, s->keys);
-        load_tile(job, true, tile, tokens, s->values);
-        score_tile(s, lanes, head_dim, tokens);
-        if (partial) {
-            weigh_part(s, lanes);
-        } else {
+        const td_cpu_tile_view_t view = td_cpu_view_tile(job, tile);
+        const bool whole = see_tile(job, s, lanes, &view, tile);
+        load_tile(job, false, tile, tokens, view.any, s->keys);
+        load_tile(job, true, tile, tokens, view.any, s->values);
+        score_tile(s, lanes, head_dim, view.any);
+        if (whole) {
             weigh_tile(s, lanes);
+        } else {
+            weigh_part(s, lanes);
         }
-        mix_tile(s, lanes, head_dim, queries);
+        mix_tile(s, lanes, head_dim, queries, whole);
     }
 }
 

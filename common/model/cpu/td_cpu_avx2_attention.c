@@ -46,11 +46,11 @@ typedef __m256 vec_mask_t;
 #define vec_max _mm256_max_ps
 #define vec_exp avx2_exp
 
-ALWAYS_INLINE vec_mask_t vec_above(const int32_t *reach, uint32_t token)
+ALWAYS_INLINE vec_mask_t vec_sees(const uint32_t *seen, uint32_t token)
 {
-    return _mm256_castsi256_ps(
-        _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i *)(const void *)reach),
-                           _mm256_set1_epi32((int32_t)token)));
+    const __m256i bit = _mm256_set1_epi32((int32_t)(1u << token));
+    const __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)seen);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(bits, bit), bit));
 }
 
 ALWAYS_INLINE vec_t vec_keep(vec_mask_t mask, vec_t value)
@@ -117,9 +117,31 @@ ALWAYS_INLINE void mix_values(const float *weight, const float *values, uint32_t
     }
 }
 
-/* Adds `visible` tokens of the tile in the scratch to query i. */
+/* Of eight tokens, those whose bits are set. */
+ALWAYS_INLINE __m256 token_mask(uint32_t bits)
+{
+    const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i all = _mm256_set1_epi32((int32_t)bits);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, each), each));
+}
+
+/* As mix_values(), for all of a head. */
+ALWAYS_INLINE void mix_run(const float *weight, const float *values, uint32_t count, float rescale,
+                           const uint32_t head_dim, float *out)
+{
+    uint32_t d = 0;
+
+    for (; d + 64 <= head_dim; d += 64) {
+        mix_values(weight, values + d, count, rescale, head_dim, 8, out + d);
+    }
+    for (; d < head_dim; d += AVX2_LANES) {
+        mix_values(weight, values + d, count, rescale, head_dim, 1, out + d);
+    }
+}
+
+/* Adds the tokens of the tile in the scratch that query i sees: some of them. */
 ALWAYS_INLINE void attend_tile(td_cpu_scratch_t *s, uint32_t i, const uint32_t head_dim,
-                               uint32_t visible)
+                               uint32_t seen)
 {
     _Alignas(32) float weight[TD_CPU_TILE_TOKENS];
     const float *q = s->queries + (size_t)i * head_dim;
@@ -129,10 +151,12 @@ ALWAYS_INLINE void attend_tile(td_cpu_scratch_t *s, uint32_t i, const uint32_t h
     __m256 sums = _mm256_setzero_ps();
     float maximum = 0;
     float rescale = 0;
-    uint32_t d = 0;
+    uint32_t left = seen;
+    const uint32_t first = (uint32_t)__builtin_ctz(seen) / AVX2_LANES * AVX2_LANES;
+    const uint32_t end = 32 - (uint32_t)__builtin_clz(seen);
 
-    for (uint32_t t = 0; t < visible; t += AVX2_LANES) {
-        __m256 mask = _mm256_castsi256_ps(lane_mask(visible - t));
+    for (uint32_t t = first; t < end; t += AVX2_LANES) {
+        __m256 mask = token_mask(seen >> t);
         __m256 scores = score8(q, s->keys + (size_t)t * head_dim, head_dim);
         scores = _mm256_blendv_ps(masked, scores, mask);
         largest = _mm256_max_ps(scores, largest);
@@ -141,8 +165,8 @@ ALWAYS_INLINE void attend_tile(td_cpu_scratch_t *s, uint32_t i, const uint32_t h
     maximum = avx2_max(largest);
     maximum = maximum > s->maxima[i] ? maximum : s->maxima[i];
     rescale = _mm256_cvtss_f32(avx2_exp(_mm256_set1_ps(s->maxima[i] - maximum)));
-    for (uint32_t t = 0; t < visible; t += AVX2_LANES) {
-        __m256 mask = _mm256_castsi256_ps(lane_mask(visible - t));
+    for (uint32_t t = first; t < end; t += AVX2_LANES) {
+        __m256 mask = token_mask(seen >> t);
         __m256 w = avx2_exp(_mm256_sub_ps(_mm256_load_ps(weight + t), _mm256_set1_ps(maximum)));
         w = _mm256_and_ps(w, mask); /* exactly zero where masked */
         sums = _mm256_add_ps(sums, w);
@@ -150,25 +174,29 @@ ALWAYS_INLINE void attend_tile(td_cpu_scratch_t *s, uint32_t i, const uint32_t h
     }
     s->sums[i] = fmaf(s->sums[i], rescale, avx2_sum(sums));
     s->maxima[i] = maximum;
-    for (; d + 64 <= head_dim; d += 64) {
-        mix_values(weight, s->values + d, visible, rescale, head_dim, 8, out + d);
-    }
-    for (; d < head_dim; d += AVX2_LANES) {
-        mix_values(weight, s->values + d, visible, rescale, head_dim, 1, out + d);
+    while (left != 0) {
+        uint32_t run = 0;
+        uint32_t run_end = 0;
+        td_cpu_take_run(&left, &run, &run_end);
+        mix_run(weight + run, s->values + (size_t)run * head_dim, run_end - run, rescale, head_dim,
+                out);
+        rescale = 1.0f;
     }
 }
 
 ALWAYS_INLINE void attend_tiles(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin,
                                 uint32_t end, const uint32_t head_dim)
 {
-    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
-        uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
-        load_tile(job, false, tile, tokens, s->keys);
-        load_tile(job, true, tile, tokens, s->values);
+    for (uint32_t tile = td_cpu_next_seen(job, begin, TD_CPU_TILE_TOKENS, end); tile < end;
+         tile = td_cpu_next_seen(job, tile + TD_CPU_TILE_TOKENS, TD_CPU_TILE_TOKENS, end)) {
+        const uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
+        const td_cpu_tile_view_t view = td_cpu_view_tile(job, tile);
+        load_tile(job, false, tile, tokens, view.any, s->keys);
+        load_tile(job, true, tile, tokens, view.any, s->values);
         for (uint32_t i = 0; i < job->rows * job->group; i++) {
-            uint32_t position = job->position + i / job->group;
-            if (position >= tile) {
-                attend_tile(s, i, head_dim, TD_MIN(position + 1 - tile, tokens));
+            const uint32_t seen = td_cpu_row_bits(job, &view, i / job->group, tile);
+            if (seen != 0) {
+                attend_tile(s, i, head_dim, seen);
             }
         }
     }

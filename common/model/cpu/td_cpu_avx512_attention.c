@@ -63,9 +63,10 @@ typedef __mmask16 vec_mask_t;
 #define vec_exp avx512_exp
 #define vec_keep _mm512_maskz_mov_ps
 
-ALWAYS_INLINE vec_mask_t vec_above(const int32_t *reach, uint32_t token)
+ALWAYS_INLINE vec_mask_t vec_sees(const uint32_t *seen, uint32_t token)
 {
-    return _mm512_cmpgt_epi32_mask(_mm512_loadu_si512(reach), _mm512_set1_epi32((int32_t)token));
+    return _mm512_test_epi32_mask(_mm512_loadu_si512(seen),
+                                  _mm512_set1_epi32((int32_t)(1u << token)));
 }
 
 ALWAYS_INLINE vec_t vec_select(vec_mask_t mask, vec_t then, vec_t otherwise)
@@ -148,16 +149,12 @@ ALWAYS_INLINE void score_few(const float *q, uint32_t head_dim, const uint8_t *k
     }
 }
 
-/* Turns a query's scores into weights, zero from `visible` on; answers by how much to rescale. */
-ALWAYS_INLINE float weigh_few(td_cpu_scratch_t *s, uint32_t i, float *scores, uint32_t visible)
+/* Turns a query's scores into weights, zero for what it does not see; answers by how much to
+ * rescale. */
+ALWAYS_INLINE float weigh_few(td_cpu_scratch_t *s, uint32_t i, float *scores, uint32_t seen)
 {
     const __m512 masked = _mm512_set1_ps(TD_CPU_MASKED_SCORE);
-    const __mmask16 see[2] = {
-        (__mmask16)(visible >= 16 ? 0xffffu : (1u << visible) - 1),
-        (__mmask16)(visible >= 32  ? 0xffffu
-                    : visible > 16 ? (1u << (visible - 16)) - 1
-                                   : 0),
-    };
+    const __mmask16 see[2] = {(__mmask16)(seen & 0xffffu), (__mmask16)(seen >> 16)};
     const __m512 score[2] = {_mm512_mask_loadu_ps(masked, see[0], scores),
                              _mm512_mask_loadu_ps(masked, see[1], scores + 16)};
     const float before = s->maxima[i];
@@ -179,9 +176,10 @@ ALWAYS_INLINE float weigh_few(td_cpu_scratch_t *s, uint32_t i, float *scores, ui
     return rescale;
 }
 
-/* out = out * rescale + sum of weights * values, over `vectors` vectors of the head. */
+/* out = out * rescale + sum of weights * values of the tokens seen, over `vectors` vectors of the
+ * head. */
 ALWAYS_INLINE void mix_few(const float (*weights)[TD_CPU_TILE_TOKENS], const float *rescale,
-                           const uint8_t *const values[2], size_t row_bytes, uint32_t visible,
+                           const uint8_t *const values[2], size_t row_bytes, uint32_t seen,
                            float *out, size_t stride, const uint32_t queries,
                            const uint32_t vectors, __mmask16 lanes)
 {
@@ -195,19 +193,24 @@ ALWAYS_INLINE void mix_few(const float (*weights)[TD_CPU_TILE_TOKENS], const flo
                                       _mm512_set1_ps(rescale[i]));
         }
     }
-    for (uint32_t t = 0; t < visible; t++) {
-        const uint8_t *row = values[t / 16] + t % 16 * row_bytes;
-        __m512 value[FEW_MIX];
-        UNROLL(4)
-        for (uint32_t v = 0; v < vectors; v++) {
-            value[v] = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, row + v * 32));
-        }
-        UNROLL(3)
-        for (uint32_t i = 0; i < queries; i++) {
-            __m512 w = _mm512_set1_ps(weights[i][t]);
+    while (seen != 0) {
+        uint32_t t = 0;
+        uint32_t end = 0;
+        td_cpu_take_run(&seen, &t, &end);
+        for (; t < end; t++) {
+            const uint8_t *row = values[t / 16] + t % 16 * row_bytes;
+            __m512 value[FEW_MIX];
             UNROLL(4)
             for (uint32_t v = 0; v < vectors; v++) {
-                acc[i][v] = _mm512_fmadd_ps(w, value[v], acc[i][v]);
+                value[v] = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, row + v * 32));
+            }
+            UNROLL(3)
+            for (uint32_t i = 0; i < queries; i++) {
+                __m512 w = _mm512_set1_ps(weights[i][t]);
+                UNROLL(4)
+                for (uint32_t v = 0; v < vectors; v++) {
+                    acc[i][v] = _mm512_fmadd_ps(w, value[v], acc[i][v]);
+                }
             }
         }
     }
@@ -221,11 +224,14 @@ ALWAYS_INLINE void mix_few(const float (*weights)[TD_CPU_TILE_TOKENS], const flo
 }
 
 /* One tile for `queries` heads of one row, queries i and on. keys and values are those of the
- * tile's first and second half, which may lie in different blocks. */
+ * tile's first and second half, which may lie in different blocks; of one that is not seen they are
+ * anything. */
 ALWAYS_INLINE void attend_few(td_cpu_scratch_t *s, uint32_t head_dim, uint32_t i,
                               const uint8_t *const keys[2], const uint8_t *const values[2],
-                              uint32_t visible, const uint32_t queries)
+                              uint32_t seen, const uint32_t queries)
 {
+    const uint32_t first = (uint32_t)__builtin_ctz(seen) / FEW_TOKENS * FEW_TOKENS;
+    const uint32_t end = 32 - (uint32_t)__builtin_clz(seen);
     _Alignas(64) float scores[FEW_TOGETHER][TD_CPU_TILE_TOKENS];
     const size_t row_bytes = (size_t)head_dim * 2;
     const size_t stride = td_cpu_output_stride(head_dim);
@@ -233,61 +239,62 @@ ALWAYS_INLINE void attend_few(td_cpu_scratch_t *s, uint32_t head_dim, uint32_t i
     float rescale[FEW_TOGETHER];
     uint32_t d = 0;
 
-    for (uint32_t t = 0; t < visible; t += FEW_TOKENS) {
+    for (uint32_t t = first; t < end; t += FEW_TOKENS) {
         score_few(s->queries + (size_t)i * head_dim, head_dim, keys[t / 16] + t % 16 * row_bytes,
                   scores, t, queries);
     }
     UNROLL(3)
     for (uint32_t h = 0; h < queries; h++) {
-        rescale[h] = weigh_few(s, i + h, scores[h], visible);
+        rescale[h] = weigh_few(s, i + h, scores[h], seen);
     }
     for (; d + FEW_MIX * AVX512_LANES <= head_dim; d += FEW_MIX * AVX512_LANES) {
         const uint8_t *const at[2] = {values[0] + 2 * (size_t)d, values[1] + 2 * (size_t)d};
-        mix_few(scores, rescale, at, row_bytes, visible, out + d, stride, queries, FEW_MIX, 0xffff);
+        mix_few(scores, rescale, at, row_bytes, seen, out + d, stride, queries, FEW_MIX, 0xffff);
     }
     for (; d < head_dim; d += AVX512_LANES) {
         const uint8_t *const at[2] = {values[0] + 2 * (size_t)d, values[1] + 2 * (size_t)d};
-        mix_few(scores, rescale, at, row_bytes, visible, out + d, stride, queries, 1,
+        mix_few(scores, rescale, at, row_bytes, seen, out + d, stride, queries, 1,
                 head_dim - d >= AVX512_LANES ? 0xffff : 0xff);
     }
 }
 
 static __attribute__((noinline)) void attend_few_3(td_cpu_scratch_t *s, uint32_t head_dim,
                                                    uint32_t i, const uint8_t *const keys[2],
-                                                   const uint8_t *const values[2], uint32_t visible)
+                                                   const uint8_t *const values[2], uint32_t seen)
 {
-    attend_few(s, head_dim, i, keys, values, visible, 3);
+    attend_few(s, head_dim, i, keys, values, seen, 3);
 }
 
 static __attribute__((noinline)) void attend_few_1(td_cpu_scratch_t *s, uint32_t head_dim,
                                                    uint32_t i, const uint8_t *const keys[2],
-                                                   const uint8_t *const values[2], uint32_t visible)
+                                                   const uint8_t *const values[2], uint32_t seen)
 {
-    attend_few(s, head_dim, i, keys, values, visible, 1);
+    attend_few(s, head_dim, i, keys, values, seen, 1);
 }
 
 static void attend_row(td_cpu_scratch_t *s, const td_cpu_attention_t *job, uint32_t row,
-                       const uint8_t *const keys[2], const uint8_t *const values[2],
-                       uint32_t visible)
+                       const uint8_t *const keys[2], const uint8_t *const values[2], uint32_t seen)
 {
     const uint32_t head_dim = job->kv->head_dim;
     uint32_t i = row * job->group;
 
     for (; i + FEW_TOGETHER <= (row + 1) * job->group; i += FEW_TOGETHER) {
-        attend_few_3(s, head_dim, i, keys, values, visible);
+        attend_few_3(s, head_dim, i, keys, values, seen);
     }
     for (; i < (row + 1) * job->group; i++) {
-        attend_few_1(s, head_dim, i, keys, values, visible);
+        attend_few_1(s, head_dim, i, keys, values, seen);
     }
 }
 
-/* Keys or values from a position on, of up to one tile: blocks lie anywhere, which no hardware
- * foresees. */
+/* Keys or values of what is seen of a tile: blocks lie anywhere, which no hardware foresees. */
 static void prefetch_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t end)
 {
     const size_t row_bytes = (size_t)job->kv->head_dim * 2;
 
     for (uint32_t t = tile; t < end && t < tile + TD_CPU_TILE_TOKENS; t += 16) {
+        if (td_cpu_next_seen(job, t, 16, end) != t) {
+            continue;
+        }
         const char *run = (const char *)td_cpu_kv_at(job, is_v, t);
         for (size_t at = 0; at < TD_MIN(16u, end - t) * row_bytes; at += TD_CACHE_LINE_BYTES) {
             _mm_prefetch(run + at, _MM_HINT_T0);
@@ -298,22 +305,29 @@ static void prefetch_tile(const td_cpu_attention_t *job, bool is_v, uint32_t til
 static void attend_few_rows(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin,
                             uint32_t end)
 {
-    prefetch_tile(job, false, begin, end);
-    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
-        const uint32_t second = end - tile > 16 ? tile + 16 : tile; /* has a block */
-        const uint8_t *const keys[2] = {td_cpu_kv_at(job, false, tile),
+    uint32_t tile = td_cpu_next_seen(job, begin, TD_CPU_TILE_TOKENS, end);
+
+    prefetch_tile(job, false, tile, end);
+    while (tile < end) {
+        const uint32_t next =
+            td_cpu_next_seen(job, tile + TD_CPU_TILE_TOKENS, TD_CPU_TILE_TOKENS, end);
+        const td_cpu_tile_view_t view = td_cpu_view_tile(job, tile);
+        /* Where a half is not seen it may have no block: then the other stands for it. */
+        const uint32_t first = td_cpu_has_run(view.any, 0) ? tile : tile + 16;
+        const uint32_t second = td_cpu_has_run(view.any, 16) ? tile + 16 : tile;
+        const uint8_t *const keys[2] = {td_cpu_kv_at(job, false, first),
                                         td_cpu_kv_at(job, false, second)};
-        const uint8_t *const values[2] = {td_cpu_kv_at(job, true, tile),
+        const uint8_t *const values[2] = {td_cpu_kv_at(job, true, first),
                                           td_cpu_kv_at(job, true, second)};
         prefetch_tile(job, true, tile, end);
-        prefetch_tile(job, false, tile + TD_CPU_TILE_TOKENS, end);
+        prefetch_tile(job, false, next, end);
         for (uint32_t row = 0; row < job->rows; row++) {
-            const uint32_t position = job->position + row;
-            if (position >= tile) {
-                attend_row(s, job, row, keys, values,
-                           TD_MIN(position + 1 - tile, TD_CPU_TILE_TOKENS));
+            const uint32_t seen = td_cpu_row_bits(job, &view, row, tile);
+            if (seen != 0) {
+                attend_row(s, job, row, keys, values, seen);
             }
         }
+        tile = next;
     }
 }
 

@@ -88,8 +88,18 @@ td_status_t td_cpu_scratch_create(uint32_t head_dim, uint32_t group, uint32_t in
     s->sums = s->maxima + lanes;
     s->rescale = s->sums + lanes;
     s->totals = s->rescale + lanes;
-    s->reach = (int32_t *)(void *)(s->totals + totals);
+    s->seen = (uint32_t *)(void *)(s->totals + totals);
     s->bytes = (uint8_t *)(s + 1) + lines * TD_CACHE_LINE_BYTES;
     *out = s;
     return TD_OK;
+}
+
+td_cpu_tile_view_t td_cpu_view_part(const td_cpu_attention_t *job, uint32_t tile)
+{
+    td_cpu_tile_view_t view = {.lasting = td_attention_lasting_bits(&job->mask, tile)};
+
+    for (uint32_t row = 0; row < job->rows; row++) {
+        view.any |= td_cpu_row_bits(job, &view, row, tile);
+    }
+    return view;
 }

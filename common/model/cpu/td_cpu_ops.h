@@ -13,6 +13,7 @@
 #include "common/base/td_arena.h"
 #include "common/base/td_float.h"
 #include "common/base/td_status.h"
+#include "common/kv/td_attention_mask.h"
 #include "common/kv/td_kv_layout.h"
 #include "common/model/td_gguf.h"
 
@@ -86,7 +87,7 @@ typedef struct td_cpu_scratch {
     float *maxima;  /* [lane] */
     float *sums;    /* [lane] */
     float *rescale; /* [lane] */
-    int32_t *reach; /* [lane]: tokens of the tile it sees */
+    uint32_t *seen; /* [lane]: tokens of the tile it sees, as bits */
     float *totals;  /* [lane + 1][td_cpu_part_stride()]: merged spans */
     uint8_t *bytes; /* [TD_CPU_FEW_ROWS][inputs_max][2]: int16 activations as bytes */
 } td_cpu_scratch_t;
@@ -107,6 +108,7 @@ typedef struct td_cpu_attention {
     uint32_t position; /* of the first row */
     uint32_t rows;
     uint32_t group; /* query heads that share the KV head; adjacent in q and out */
+    td_attention_mask_t mask;
     float scale;    /* 1 / sqrt(head_dim) */
     const float *q; /* [row][q_stride], at the first query head of the group */
     float *out;     /* as q; unused with parts */
@@ -151,11 +153,13 @@ typedef struct td_cpu_ops {
     /** As td_kv_row_encode(). values and scale may be unaligned. */
     void (*kv_encode)(td_kv_codec_t codec, const float *src, uint32_t head_dim, uint8_t *values,
                       uint8_t *scale);
-    /** Softmax attention, online over tiles of TD_CPU_TILE_TOKENS absolute positions, merged over
-     * spans; see DESIGN.md, "Attention". */
+    /** Softmax attention over what the mask shows, online over tiles of TD_CPU_TILE_TOKENS absolute
+     * positions, merged over spans; see DESIGN.md, "Attention". Reads no run of 16 tokens of which
+     * nobody sees any: its block may be gone. */
     void (*attention)(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
-    /** Merges the parts of one query's spans, in ascending order and part_stride floats apart (the
-     * first is overwritten), and divides by the sum. Shape: out [head_dim]. */
+    /** Merges the parts of one query's spans, in ascending order and part_stride floats apart (one
+     * is overwritten), and divides by the sum. Parts of which it sees nothing have a sum of zero
+     * and are left out. Shape: out [head_dim]. */
     void (*merge)(float *parts, size_t part_stride, uint32_t count, uint32_t head_dim, float *out);
 } td_cpu_ops_t;
 
@@ -190,6 +194,60 @@ static inline uint16_t td_cpu_load_u16(const uint8_t *bytes)
     uint16_t value = 0;
     memcpy(&value, bytes, sizeof(value));
     return value;
+}
+
+/** The first tile (or span: size in tokens) from `at` on, a multiple of size, of which some row of
+ * the job sees something; `end` or more: none before end. */
+static inline uint32_t td_cpu_next_seen(const td_cpu_attention_t *job, uint32_t at, uint32_t size,
+                                        uint32_t end)
+{
+    if (job->mask.kind == TD_ATTENTION_FULL || at >= end) {
+        return at;
+    }
+    at = td_attention_next(&job->mask, job->position, job->position + job->rows - 1, at);
+    return at == TD_ATTENTION_NONE ? end : at / size * size;
+}
+
+/** Of a tile: what its rows see, as bits. */
+typedef struct td_cpu_tile_view {
+    uint32_t lasting;
+    uint32_t any; /* what some row sees */
+    bool whole;   /* all rows see all of it, as under full attention nearly always */
+} td_cpu_tile_view_t;
+
+static inline uint32_t td_cpu_row_bits(const td_cpu_attention_t *job,
+                                       const td_cpu_tile_view_t *view, uint32_t row, uint32_t tile)
+{
+    return view->whole ? UINT32_MAX
+                       : td_attention_bits(&job->mask, job->position + row, tile, view->lasting);
+}
+
+/** As td_cpu_view_tile(), where the rows may see parts. */
+td_cpu_tile_view_t td_cpu_view_part(const td_cpu_attention_t *job, uint32_t tile);
+
+static inline td_cpu_tile_view_t td_cpu_view_tile(const td_cpu_attention_t *job, uint32_t tile)
+{
+    if (job->mask.kind == TD_ATTENTION_FULL && job->position >= tile + TD_CPU_TILE_TOKENS - 1) {
+        return (td_cpu_tile_view_t){.any = UINT32_MAX, .whole = true};
+    }
+    return td_cpu_view_part(job, tile);
+}
+
+/** Does a set of tokens of a tile have any of the 16 from t on? */
+static inline bool td_cpu_has_run(uint32_t bits, uint32_t t)
+{
+    return (bits >> t & 0xffffu) != 0;
+}
+
+/** Takes the first run of tokens out of a set that is not empty. */
+static inline void td_cpu_take_run(uint32_t *bits, uint32_t *begin_out, uint32_t *end_out)
+{
+    const uint32_t begin = (uint32_t)__builtin_ctz(*bits);
+    const uint32_t above = ~(*bits >> begin); /* what follows the run; 0: it fills the tile */
+
+    *begin_out = begin;
+    *end_out = above == 0 ? 32 : begin + (uint32_t)__builtin_ctz(above);
+    *bits = *end_out == 32 ? 0 : *bits & UINT32_MAX << *end_out;
 }
 
 static inline size_t td_cpu_whole_vectors(size_t n)

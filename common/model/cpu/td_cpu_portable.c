@@ -280,9 +280,12 @@ static void rotate(float *head, const float *table, uint32_t n)
 }
 
 static void load_tile(const td_cpu_attention_t *job, bool is_v, uint32_t tile, uint32_t tokens,
-                      float *out)
+                      uint32_t seen, float *out)
 {
     for (uint32_t t = 0; t < tokens; t++) {
+        if (!(seen >> t & 1)) {
+            continue;
+        }
         td_kv_row_decode(job->kv->codec, td_cpu_kv_at(job, is_v, tile + t),
                          td_cpu_kv_scale_at(job, is_v, tile + t), job->kv->head_dim,
                          out + (size_t)t * job->kv->head_dim);
@@ -303,22 +306,30 @@ static float score(const float *q, const float *k, uint32_t head_dim)
     return ((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7]));
 }
 
-/* Adds `visible` tokens of the tile in the scratch to query i. */
-static void attend_tile(td_cpu_scratch_t *s, uint32_t i, uint32_t head_dim, uint32_t visible)
+/* Adds the tokens of the tile in the scratch that query i sees. */
+static void attend_tile(td_cpu_scratch_t *s, uint32_t i, uint32_t head_dim, uint32_t seen)
 {
     float weight[TD_CPU_TILE_TOKENS];
+    uint8_t visible[TD_CPU_TILE_TOKENS];
+    uint32_t count = 0;
     float lanes[LANES] = {0};
     float maximum = s->maxima[i];
     float rescale = 0;
     float *out = s->outputs + i * td_cpu_output_stride(head_dim);
 
-    for (uint32_t t = 0; t < visible; t++) {
-        weight[t] =
-            score(s->queries + (size_t)i * head_dim, s->keys + (size_t)t * head_dim, head_dim);
+    for (uint8_t t = 0; t < TD_CPU_TILE_TOKENS; t++) {
+        if (seen >> t & 1) {
+            visible[count++] = t;
+        }
+    }
+    for (uint32_t k = 0; k < count; k++) {
+        const size_t t = visible[k];
+        weight[t] = score(s->queries + (size_t)i * head_dim, s->keys + t * head_dim, head_dim);
         maximum = weight[t] > maximum ? weight[t] : maximum;
     }
     rescale = exp_clamped(s->maxima[i] - maximum);
-    for (uint32_t t = 0; t < visible; t++) {
+    for (uint32_t k = 0; k < count; k++) {
+        const size_t t = visible[k];
         weight[t] = exp_clamped(weight[t] - maximum);
         lanes[t % LANES] += weight[t];
     }
@@ -326,8 +337,9 @@ static void attend_tile(td_cpu_scratch_t *s, uint32_t i, uint32_t head_dim, uint
     s->maxima[i] = maximum;
     for (uint32_t d = 0; d < head_dim; d++) {
         float acc = out[d] * rescale;
-        for (uint32_t t = 0; t < visible; t++) {
-            acc = fmaf(weight[t], s->values[(size_t)t * head_dim + d], acc);
+        for (uint32_t k = 0; k < count; k++) {
+            const size_t t = visible[k];
+            acc = fmaf(weight[t], s->values[t * head_dim + d], acc);
         }
         out[d] = acc;
     }
@@ -347,14 +359,16 @@ static void begin_queries(const td_cpu_attention_t *job, td_cpu_scratch_t *s)
 
 static void attend(const td_cpu_attention_t *job, td_cpu_scratch_t *s, uint32_t begin, uint32_t end)
 {
-    for (uint32_t tile = begin; tile < end; tile += TD_CPU_TILE_TOKENS) {
-        uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
-        load_tile(job, false, tile, tokens, s->keys);
-        load_tile(job, true, tile, tokens, s->values);
+    for (uint32_t tile = td_cpu_next_seen(job, begin, TD_CPU_TILE_TOKENS, end); tile < end;
+         tile = td_cpu_next_seen(job, tile + TD_CPU_TILE_TOKENS, TD_CPU_TILE_TOKENS, end)) {
+        const uint32_t tokens = TD_MIN(TD_CPU_TILE_TOKENS, end - tile);
+        const td_cpu_tile_view_t view = td_cpu_view_tile(job, tile);
+        load_tile(job, false, tile, tokens, view.any, s->keys);
+        load_tile(job, true, tile, tokens, view.any, s->values);
         for (uint32_t i = 0; i < job->rows * job->group; i++) {
-            uint32_t position = job->position + i / job->group;
-            if (position >= tile) {
-                attend_tile(s, i, job->kv->head_dim, TD_MIN(position + 1 - tile, tokens));
+            const uint32_t seen = td_cpu_row_bits(job, &view, i / job->group, tile);
+            if (seen != 0) {
+                attend_tile(s, i, job->kv->head_dim, seen);
             }
         }
     }

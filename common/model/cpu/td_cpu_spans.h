@@ -55,13 +55,15 @@ static inline void td_cpu_end_span(const td_cpu_span_ops_t *ops, const td_cpu_at
 
     for (uint32_t i = 0; i < job->rows * job->group; i++) {
         if (job->position + i / job->group < span) {
-            continue; /* sees nothing of it */
+            continue; /* has no place for its part */
         }
         if (job->parts != NULL) {
             td_cpu_save_part(s, i, head_dim,
                              job->parts + i / job->group * job->part_row_stride +
                                  i % job->group * td_cpu_part_stride(head_dim));
-        } else if (span == 0) {
+        } else if (s->sums[i] == 0) {
+            continue; /* sees nothing of it: of what it sees, the largest weighs 1 */
+        } else if (td_cpu_total(s, i, head_dim)[TD_CPU_PART_SUM] == 0) {
             td_cpu_save_part(s, i, head_dim, td_cpu_total(s, i, head_dim));
         } else {
             float *part = td_cpu_total(s, job->rows * job->group, head_dim); /* one to spare */
@@ -80,7 +82,11 @@ static inline void td_cpu_attend_spans(const td_cpu_span_ops_t *ops, const td_cp
     const bool single = end <= TD_CPU_SPAN_TOKENS && job->parts == NULL;
 
     ops->begin(job, s);
-    for (uint32_t span = job->begin; span < end; span += TD_CPU_SPAN_TOKENS) {
+    for (uint32_t i = 0; !single && i < queries; i++) {
+        td_cpu_total(s, i, head_dim)[TD_CPU_PART_SUM] = 0; /* nothing yet */
+    }
+    for (uint32_t span = td_cpu_next_seen(job, job->begin, TD_CPU_SPAN_TOKENS, end); span < end;
+         span = td_cpu_next_seen(job, span + TD_CPU_SPAN_TOKENS, TD_CPU_SPAN_TOKENS, end)) {
         td_cpu_reset_queries(s, queries, head_dim);
         ops->attend(job, s, span, TD_MIN(span + TD_CPU_SPAN_TOKENS, end));
         if (!single) {
@@ -102,8 +108,15 @@ static inline void td_cpu_merge_parts(const td_cpu_span_ops_t *ops, float *parts
                                       size_t part_stride, uint32_t count, uint32_t head_dim,
                                       float *out)
 {
+    float *total = parts;
+
     for (uint32_t i = 1; i < count; i++) {
-        ops->merge(parts, parts + i * part_stride, head_dim);
+        float *part = parts + i * part_stride;
+        if (total[TD_CPU_PART_SUM] == 0) {
+            total = part;
+        } else if (part[TD_CPU_PART_SUM] != 0) {
+            ops->merge(total, part, head_dim);
+        }
     }
-    ops->finish(parts + TD_CPU_PART_ELEMENTS, parts[TD_CPU_PART_SUM], head_dim, out);
+    ops->finish(total + TD_CPU_PART_ELEMENTS, total[TD_CPU_PART_SUM], head_dim, out);
 }

@@ -495,7 +495,7 @@ static void receive_all(world_t *w)
     }
 }
 
-static void kv_ready(world_t *w, const td_msg_work_t *work)
+static void kv_ready_of(world_t *w, const td_msg_work_t *work, uint32_t first_block, uint32_t count)
 {
     static const uint32_t first = 19556; /* "Hello" */
     td_msg_t msg = {.type = TD_MSG_KV_READY, .sender_id = "prefill"};
@@ -505,7 +505,8 @@ static void kv_ready(world_t *w, const td_msg_work_t *work)
 
     msg.u.kv_ready = (td_msg_kv_ready_t){.ticket = work->ticket,
                                          .attempt = work->attempt,
-                                         .count = 4,
+                                         .first_block = first_block,
+                                         .count = count,
                                          .blocks = w->source_blocks,
                                          .epochs = w->source_epochs,
                                          .checksums = w->sums,
@@ -518,6 +519,11 @@ static void kv_ready(world_t *w, const td_msg_work_t *work)
     dcn_receive_ready(w->dcn, &got, &arena);
     td_msg_arena_free(arena);
     td_str_fini(&bytes);
+}
+
+static void kv_ready(world_t *w, const td_msg_work_t *work)
+{
+    kv_ready_of(w, work, 0, 4);
 }
 
 static void expect_failed(world_t *w, td_status_t status)
@@ -630,6 +636,114 @@ static void test_decode_fetches_what_was_never_announced(void **state)
     assert_int_equal(t->state, DCN_RUNNING);
 }
 
+/* --- masks ------------------------------------------------------------------------------------ */
+
+/* F14: a request under a window is promised what the window shows, however long it gets. */
+static void test_f14_decode_promises_at_most_the_window(void **state)
+{
+    world_t *w = *state;
+    td_pool_t *pool = w->dcn->node.pool;
+    td_msg_work_t work = work_of(1, 200, 90000); /* 12 full blocks and a partial one */
+    uint32_t have = 0;
+
+    w->info.context_max = 100000;
+    w->info.attention = (td_attention_mask_t){.kind = TD_ATTENTION_WINDOW, .local = 32};
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    assert_int_equal(have, 10); /* position 200 sees from 169 on: nobody needs what lies before */
+    assert_int_equal(td_pool_counts(pool).reserved, 3);
+    dcn_ticket_end(w->dcn, dcn_ticket_find(w->dcn, 1, 1), TD_ERR_CANCELLED);
+    work = work_of(2, 200, 90000);
+    work.n = 3; /* the prompt's 3, 3 for each choice's growth, a copy of the shared partial one */
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    assert_int_equal(td_pool_counts(pool).reserved, 3 + 3 * 3 + 1);
+    dcn_ticket_end(w->dcn, dcn_ticket_find(w->dcn, 2, 1), TD_ERR_CANCELLED);
+    w->info.attention.local = 700; /* 45 blocks of 40 */
+    assert_int_equal(reserve(w, work_of(3, 200, 90000), &have), TD_ERR_TOO_LARGE);
+    assert_int_equal(reserve(w, work_of(4, 200, 300), &have), TD_OK); /* never gets so long */
+    dcn_ticket_end(w->dcn, dcn_ticket_find(w->dcn, 4, 1), TD_ERR_CANCELLED);
+    assert_nothing_held(w);
+}
+
+/* Sinks in block 0, the window of position 56 from 41 on: nobody needs block 1. */
+static void mask_out_block_1(world_t *w)
+{
+    w->info.attention = (td_attention_mask_t){.kind = TD_ATTENTION_WINDOW, .local = 16, .sinks = 4};
+}
+
+/* KvReady lists what is needed, one after the other. */
+static void list_needed(world_t *w)
+{
+    for (uint32_t i = 1; i < 3; i++) {
+        const uint32_t block = w->source_blocks[i];
+        w->source_blocks[i] = w->source_blocks[i + 1];
+        w->source_blocks[i + 1] = block; /* all are given back in the end */
+        w->source_epochs[i] = w->source_epochs[i + 1];
+        w->sums[i] = w->sums[i + 1];
+        w->keys[i] = w->keys[i + 1];
+    }
+}
+
+static void test_decode_takes_only_blocks_that_are_seen(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work;
+    dcn_ticket_t *t = NULL;
+    dcn_choice_t *c = NULL;
+
+    mask_out_block_1(w);
+    t = reserve_handoff(w, &work);
+    assert_int_equal(td_pool_counts(w->dcn->node.pool).reserved, 3);
+    announce(w, 0, 2, 0, 1);
+    announce(w, 0, 2, 2, 1); /* of block 3 nothing is announced */
+    receive_all(w);
+    list_needed(w);
+    kv_ready_of(w, &work, 0, 3);
+    assert_int_equal(td_metric_get(w->dcn->bytes_early), 4 * td_kv_layer_bytes(&w->info.kv));
+    assert_int_equal(td_metric_get(w->dcn->bytes_late), 2 * td_kv_layer_bytes(&w->info.kv));
+    receive_all(w);
+    assert_int_equal(t->state, DCN_RUNNING);
+    c = &t->choices[0];
+    assert_int_equal(c->seq.block_count, 4);
+    assert_int_equal(c->seq.held, 3);
+    assert_int_equal(c->seq.blocks[1], TD_POOL_NONE);
+    assert_int_equal(td_pool_find(w->dcn->node.pool, &t->keys[2]), c->seq.blocks[2]);
+    /* It gives way, and comes back with what position 48 sees. */
+    td_seq_fini(&c->seq);
+    c->kv_tokens = 0;
+    t->state = DCN_WAITING;
+    assert_int_equal(dcn_return_begin(w->dcn, t), TD_OK);
+    assert_int_equal(t->state, DCN_RUNNING);
+    assert_int_equal(c->kv_tokens, 48);
+    assert_int_equal(c->published, 3);
+    assert_int_equal(c->seq.held, 2); /* the sinks' and block 2, whose positions 33.. are seen */
+    assert_true(c->seq.held + c->seq.reserved <= 3);
+}
+
+static void test_i3_decode_refuses_blocks_that_are_not_seen(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work;
+
+    mask_out_block_1(w);
+    (void)reserve_handoff(w, &work);
+    announce(w, 0, 2, 0, 2);
+    expect_failed(w, TD_ERR_PROTOCOL);
+    receive_all(w);
+    assert_nothing_held(w);
+}
+
+static void test_i3_decode_refuses_a_list_of_other_blocks_than_are_seen(void **state)
+{
+    world_t *w = *state;
+    td_msg_work_t work;
+
+    mask_out_block_1(w);
+    (void)reserve_handoff(w, &work);
+    kv_ready(w, &work); /* four, of which it needs three */
+    expect_failed(w, TD_ERR_PROTOCOL);
+    assert_nothing_held(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -659,6 +773,14 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_decode_fetches_what_was_never_announced, setup,
                                         teardown),
+        cmocka_unit_test_setup_teardown(test_f14_decode_promises_at_most_the_window, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_decode_takes_only_blocks_that_are_seen, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i3_decode_refuses_blocks_that_are_not_seen, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i3_decode_refuses_a_list_of_other_blocks_than_are_seen,
+                                        setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

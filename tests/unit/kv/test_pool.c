@@ -209,6 +209,7 @@ static void test_i5_random_use_always_adds_up(void **state)
     assert_int_equal(td_pool_counts(pool).active, 0);
 }
 
+static const td_attention_mask_t full_mask;
 static const td_kv_layout_t layout = {
     .layers = 1, .kv_heads = 1, .head_dim = 8, .block_tokens = 16};
 
@@ -218,8 +219,8 @@ static void test_seq_fork_copies_only_the_written_block(void **state)
     td_seq_t a;
     td_seq_t b;
 
-    assert_int_equal(td_seq_init(&a, pool, &layout, 48), TD_OK);
-    assert_int_equal(td_seq_init(&b, pool, &layout, 48), TD_OK);
+    assert_int_equal(td_seq_init(&a, pool, &layout, &full_mask, 48), TD_OK);
+    assert_int_equal(td_seq_init(&b, pool, &layout, &full_mask, 48), TD_OK);
     assert_int_equal(td_seq_reserve(&a, 2), TD_OK);
     (void)td_seq_grow(&a);
     (void)td_seq_grow(&a);
@@ -244,7 +245,7 @@ static void test_seq_grow_zeroes_the_block(void **state)
     td_seq_t a;
     uint8_t zero[BLOCK_BYTES] = {0};
 
-    assert_int_equal(td_seq_init(&a, pool, &layout, 16), TD_OK);
+    assert_int_equal(td_seq_init(&a, pool, &layout, &full_mask, 16), TD_OK);
     assert_int_equal(td_seq_reserve(&a, 1), TD_OK);
     assert_memory_equal(td_pool_bytes(pool, td_seq_grow(&a)), zero, BLOCK_BYTES);
     td_seq_fini(&a);
@@ -257,7 +258,7 @@ static void test_i4_truncate_returns_blocks_to_the_reservation(void **state)
     td_seq_t a;
     uint64_t allocs = 0;
 
-    assert_int_equal(td_seq_init(&a, pool, &layout, 128), TD_OK);
+    assert_int_equal(td_seq_init(&a, pool, &layout, &full_mask, 128), TD_OK);
     assert_int_equal(td_seq_reserve(&a, 4), TD_OK);
     allocs = td_alloc_count();
     for (uint32_t round = 0; round < 1000; round++) {
@@ -285,7 +286,7 @@ static void test_seq_speculative_steps_never_allocate(void **state)
     uint32_t written = 0;
     uint64_t allocs = 0;
 
-    assert_int_equal(td_seq_init(&a, pool, &layout, TOKENS + K_MAX + 1), TD_OK);
+    assert_int_equal(td_seq_init(&a, pool, &layout, &full_mask, TOKENS + K_MAX + 1), TD_OK);
     assert_int_equal(td_seq_reserve(&a, 7), TD_OK);
     allocs = td_alloc_count();
     for (uint32_t step = 0; step < STEPS; step++) {
@@ -423,7 +424,7 @@ static void test_seq_fini_quarantine_keeps_what_may_be_written(void **state)
     td_seq_t a;
     uint32_t quarantined[4];
 
-    assert_int_equal(td_seq_init(&a, pool, &layout, 64), TD_OK);
+    assert_int_equal(td_seq_init(&a, pool, &layout, &full_mask, 64), TD_OK);
     assert_int_equal(td_seq_reserve(&a, 4), TD_OK);
     assert_int_equal(td_pool_index(pool, td_seq_grow(&a), &key, 1), TD_OK);
     (void)td_seq_grow_raw(&a);

@@ -219,17 +219,22 @@ enum { ATTENTION_TOKENS = 1200, GROUP_MAX = 8, ATTENTION_KV_HEADS = 2, SPANS_MAX
 
 /* Random keys and values in blocks out of order. What nobody may see is not a number, and the last
  * visible value is infinite: it must reach the rows that see it, and only them. */
-static void fill_pool(const td_kv_layout_t *kv, uint8_t *pool, const uint32_t *blocks,
-                      uint32_t visible, uint64_t *seed)
+static void fill_pool(const td_cpu_attention_t *job, uint8_t *pool, uint64_t *seed)
 {
+    const td_kv_layout_t *kv = job->kv;
+    const uint32_t *blocks = job->blocks;
+    const uint32_t visible = job->position + job->rows;
+
     for (uint32_t t = 0; t < ATTENTION_TOKENS; t++) {
+        const bool seen =
+            td_attention_next(&job->mask, job->position, job->position + job->rows - 1, t) == t;
         for (uint32_t h = 0; h < 2 * kv->kv_heads; h++) {
             const uint32_t token = t % kv->block_tokens;
             uint8_t *block = pool + blocks[t / kv->block_tokens] * td_kv_block_bytes(kv);
             float row[HEAD_DIM_MAX];
             for (uint32_t d = 0; d < kv->head_dim; d++) {
                 row[d] = random_float(seed, 2.0f);
-                row[d] = t >= visible ? NAN : t + 1 == visible && h % 2 == 1 ? INFINITY : row[d];
+                row[d] = !seen ? NAN : t + 1 == visible && h % 2 == 1 ? INFINITY : row[d];
             }
             td_kv_row_encode(kv->codec, row, kv->head_dim,
                              block + td_kv_offset(kv, 1, h % 2 == 1, h / 2, token),
@@ -238,31 +243,104 @@ static void fill_pool(const td_kv_layout_t *kv, uint8_t *pool, const uint32_t *b
     }
 }
 
-/* Every span on its own, the last one first; then each query's are merged. */
+/* Every span of which some row sees something on its own, the last one first; then each query's are
+ * merged. */
 static void attention_in_parts(const td_cpu_ops_t *v, td_cpu_attention_t job,
                                td_cpu_scratch_t *scratch)
 {
     static float parts[TD_CPU_TILE_ROWS * GROUP_MAX * SPANS_MAX * (HEAD_DIM_MAX + 16)];
     const size_t part = td_cpu_part_stride(job.kv->head_dim);
-    const uint32_t spans = (job.position + job.rows - 1) / TD_CPU_SPAN_TOKENS + 1;
+    const uint32_t last = job.position + job.rows - 1;
+    uint32_t begins[SPANS_MAX];
+    uint32_t spans = 0;
 
+    for (uint32_t at = 0;; at = begins[spans++] + TD_CPU_SPAN_TOKENS) {
+        at = td_attention_next(&job.mask, job.position, last, at);
+        if (at == TD_ATTENTION_NONE) {
+            break;
+        }
+        begins[spans] = at / TD_CPU_SPAN_TOKENS * TD_CPU_SPAN_TOKENS;
+    }
+    for (size_t i = 0; i < TD_ARRAY_LEN(parts); i++) {
+        parts[i] = NAN; /* every part that is merged must have been written */
+    }
     job.part_row_stride = spans * job.group * part;
     for (uint32_t s = spans; s-- > 0;) {
-        job.begin = s * TD_CPU_SPAN_TOKENS;
+        job.begin = begins[s];
         job.end = job.begin + TD_CPU_SPAN_TOKENS;
         job.parts = parts + s * job.group * part;
         v->attention(&job, scratch);
     }
     for (uint32_t i = 0; i < job.rows * job.group; i++) {
         const uint32_t row = i / job.group;
+        const bool behind = job.position + row < begins[spans - 1];
         v->merge(parts + row * job.part_row_stride + i % job.group * part, job.group * part,
-                 (job.position + row) / TD_CPU_SPAN_TOKENS + 1, job.kv->head_dim,
+                 spans - (behind ? 1 : 0), job.kv->head_dim,
                  job.out + row * job.q_stride + i % job.group * job.kv->head_dim);
     }
 }
 
+/* The textbook: softmax over what td_attention_sees() says, in double. */
+static void naive_query(const td_cpu_attention_t *job, uint32_t row, uint32_t head, double *out)
+{
+    const uint32_t head_dim = job->kv->head_dim;
+    const uint32_t position = job->position + row;
+    const float *q = job->q + row * job->q_stride + (size_t)head * head_dim;
+    double sum = 0;
+
+    memset(out, 0, head_dim * sizeof(*out));
+    for (uint32_t p = 0; p <= position; p++) {
+        float k[HEAD_DIM_MAX];
+        float v[HEAD_DIM_MAX];
+        double dot = 0;
+        if (!td_attention_sees(&job->mask, position, p)) {
+            continue;
+        }
+        td_kv_row_decode(job->kv->codec, td_cpu_kv_at(job, false, p),
+                         td_cpu_kv_scale_at(job, false, p), head_dim, k);
+        td_kv_row_decode(job->kv->codec, td_cpu_kv_at(job, true, p),
+                         td_cpu_kv_scale_at(job, true, p), head_dim, v);
+        for (uint32_t d = 0; d < head_dim; d++) {
+            dot += (double)q[d] * (double)k[d];
+        }
+        dot = exp(dot * (double)job->scale);
+        sum += dot;
+        for (uint32_t d = 0; d < head_dim; d++) {
+            out[d] += dot * (double)v[d];
+        }
+    }
+    for (uint32_t d = 0; d < head_dim; d++) {
+        out[d] /= sum;
+    }
+}
+
+static void assert_is_naive(const td_cpu_attention_t *job, const float *got)
+{
+    for (uint32_t i = 0; i < job->rows * job->group; i++) {
+        double want[HEAD_DIM_MAX];
+        naive_query(job, i / job->group, i % job->group, want);
+        for (uint32_t d = 0; d < job->kv->head_dim; d++) {
+            const double x = (double)got[i / job->group * job->q_stride +
+                                         (size_t)(i % job->group) * job->kv->head_dim + d];
+            assert_true(isfinite(want[d]) ? fabs(x - want[d]) < 1e-4 : !isfinite(x));
+        }
+    }
+}
+
+/* Where blocks of a table are gone that no row from the first of the job on needs. */
+static void free_blocks(const td_cpu_attention_t *job, uint32_t *blocks, uint32_t block_count)
+{
+    const uint32_t tokens = job->kv->block_tokens;
+
+    for (uint32_t b = 0; b < block_count; b++) {
+        if (!td_attention_needs(&job->mask, job->position, b * tokens, (b + 1) * tokens)) {
+            blocks[b] = UINT32_MAX; /* reading it ends the test */
+        }
+    }
+}
+
 static void attention_both(const td_cpu_ops_t *v, const td_kv_layout_t *kv, uint32_t group,
-                           uint32_t rows, uint32_t position)
+                           uint32_t rows, uint32_t position, const td_attention_mask_t *mask)
 {
     static float q[TD_CPU_TILE_ROWS * GROUP_MAX * HEAD_DIM_MAX];
     static float a[TD_CPU_TILE_ROWS * GROUP_MAX * HEAD_DIM_MAX];
@@ -281,6 +359,7 @@ static void attention_both(const td_cpu_ops_t *v, const td_kv_layout_t *kv, uint
                               .position = position,
                               .rows = rows,
                               .group = group,
+                              .mask = *mask,
                               .scale = 0.25f,
                               .q = q,
                               .out = a,
@@ -292,12 +371,16 @@ static void attention_both(const td_cpu_ops_t *v, const td_kv_layout_t *kv, uint
     for (uint32_t i = 0; i < block_count; i++) {
         blocks[i] = (i * 7 + 3) % block_count;
     }
-    fill_pool(kv, pool, blocks, position + rows, &seed);
+    fill_pool(&job, pool, &seed);
     for (size_t i = 0; i < rows * stride; i++) {
         q[i] = random_float(&seed, 4.0f);
     }
     td_cpu_portable_ops.attention(&job, scratch);
+    if (mask->kind != TD_ATTENTION_FULL && position < 600) {
+        assert_is_naive(&job, a);
+    }
     job.out = b;
+    free_blocks(&job, blocks, block_count);
     v->attention(&job, scratch);
     assert_same_bits(a, b, rows * stride);
     for (size_t i = 0; i < (rows - 1) * stride; i++) {
@@ -316,6 +399,7 @@ static void attention_has_the_same_bits(const td_cpu_ops_t *v)
     static const uint32_t groups[] = {1, 3, 8};
     static const uint32_t row_counts[] = {1, 2, 3, 6, 11, 16};
     static const uint32_t positions[] = {0, 1, 15, 31, 32, 90, 200, 506, 512, 1023};
+    static const td_attention_mask_t full = {0};
     td_kv_layout_t kv = {.layers = 2, .kv_heads = ATTENTION_KV_HEADS};
 
     for (size_t d = 0; d < TD_ARRAY_LEN(head_dims); d++) {
@@ -329,12 +413,47 @@ static void attention_has_the_same_bits(const td_cpu_ops_t *v)
                     const size_t turn = g + r + p + d;
                     kv.codec = TD_KV_F16;
                     if (positions[p] < 300 || (g + r + d) % 3 == 0) {
-                        attention_both(v, &kv, groups[g], row_counts[r], positions[p]);
+                        attention_both(v, &kv, groups[g], row_counts[r], positions[p], &full);
                     }
                     kv.codec = (td_kv_codec_t)(1 + turn % (TD_KV_CODECS - 1));
                     if (positions[p] < 300 || turn % 5 == 0) {
-                        attention_both(v, &kv, groups[g], row_counts[r], positions[p]);
+                        attention_both(v, &kv, groups[g], row_counts[r], positions[p], &full);
                     }
+                }
+            }
+        }
+    }
+}
+
+/* Windows that end within tiles, blocks and spans, with and without sinks, and summaries
+ * everywhere, in every codec, over tables whose other blocks are gone. */
+static void masked_attention_has_the_same_bits(const td_cpu_ops_t *v)
+{
+    static const td_attention_mask_t masks[] = {
+        {.kind = TD_ATTENTION_WINDOW, .local = 1},
+        {.kind = TD_ATTENTION_WINDOW, .local = 7},
+        {.kind = TD_ATTENTION_WINDOW, .local = 33, .sinks = 3},
+        {.kind = TD_ATTENTION_WINDOW, .local = 100},
+        {.kind = TD_ATTENTION_WINDOW, .local = 513, .sinks = 20},
+        {.kind = TD_ATTENTION_STRIDED, .local = 40, .stride = 128, .summary = 16},
+        {.kind = TD_ATTENTION_STRIDED, .local = 3, .stride = 9, .summary = 2},
+        {.kind = TD_ATTENTION_STRIDED, .local = 70, .stride = 700, .summary = 5},
+    };
+    static const uint32_t head_dims[] = {16, 24, 64};
+    static const uint32_t row_counts[] = {1, 2, 5, 16};
+    static const uint32_t positions[] = {0, 20, 31, 95, 506, 544, 1023};
+    td_kv_layout_t kv = {.layers = 2, .kv_heads = ATTENTION_KV_HEADS};
+
+    for (size_t m = 0; m < TD_ARRAY_LEN(masks); m++) {
+        for (size_t r = 0; r < TD_ARRAY_LEN(row_counts); r++) {
+            for (size_t p = 0; p < TD_ARRAY_LEN(positions); p++) {
+                for (uint32_t codec = 0; codec < TD_KV_CODECS; codec++) {
+                    const size_t turn = m + r + p + codec;
+                    kv.codec = (td_kv_codec_t)codec;
+                    kv.head_dim = head_dims[turn % TD_ARRAY_LEN(head_dims)];
+                    kv.block_tokens = turn % 5 == 0 ? 48 : 16;
+                    attention_both(v, &kv, turn % 2 == 0 ? 3 : 1, row_counts[r], positions[p],
+                                   &masks[m]);
                 }
             }
         }
@@ -420,6 +539,13 @@ static void test_attention_has_the_same_bits(void **state)
     for_each_vector_ops(attention_has_the_same_bits);
 }
 
+static void test_masked_attention_has_the_same_bits(void **state)
+{
+    (void)state;
+    for_each_vector_ops(masked_attention_has_the_same_bits);
+    masked_attention_has_the_same_bits(&td_cpu_portable_ops);
+}
+
 static void test_find_knows_its_names(void **state)
 {
     (void)state;
@@ -438,6 +564,7 @@ int main(void)
         cmocka_unit_test(test_encoded_rows_have_the_same_bits),
         cmocka_unit_test(test_codes_read_back_the_same),
         cmocka_unit_test(test_attention_has_the_same_bits),
+        cmocka_unit_test(test_masked_attention_has_the_same_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

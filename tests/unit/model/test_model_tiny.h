@@ -41,13 +41,16 @@ typedef struct tiny_tensor {
 typedef struct tiny_spec {
     td_gguf_type_t type; /* of the matrices */
     bool untied;
-    uint32_t rope_dim;        /* 0 = the head's size */
-    const char *architecture; /* NULL = llama */
-    const char *leave_out;    /* a key or tensor that is not written */
-    const char *extra_tensor; /* a vector nobody knows */
-    const char *misshapen;    /* a tensor whose outputs are 8 too many */
-    uint32_t heads;           /* 0 = TINY_HEADS; metadata only */
-    uint32_t blocks;          /* 0 = TINY_LAYERS; metadata only */
+    uint32_t rope_dim;          /* 0 = the head's size */
+    const char *architecture;   /* NULL = llama */
+    const char *leave_out;      /* a key or tensor that is not written */
+    const char *extra_tensor;   /* a vector nobody knows */
+    const char *misshapen;      /* a tensor whose outputs are 8 too many */
+    uint32_t heads;             /* 0 = TINY_HEADS; metadata only */
+    uint32_t blocks;            /* 0 = TINY_LAYERS; metadata only */
+    uint32_t context;           /* 0 = TINY_CONTEXT; metadata only */
+    uint32_t window;            /* llama.attention.sliding_window; 0 = not written */
+    const char *window_pattern; /* NULL = not written */
 } tiny_spec_t;
 
 typedef struct tiny {
@@ -234,7 +237,8 @@ static inline void tiny_put_metadata(tiny_t *t)
         uint32_t value;
     } numbers[] = {
         {"llama.block_count", t->spec.blocks != 0 ? t->spec.blocks : TINY_LAYERS},
-        {"llama.context_length", TINY_CONTEXT},
+        {"llama.context_length", t->spec.context != 0 ? t->spec.context : TINY_CONTEXT},
+        {"llama.attention.sliding_window", t->spec.window},
         {"llama.embedding_length", TINY_DIM},
         {"llama.feed_forward_length", TINY_FF},
         {"llama.attention.head_count", t->spec.heads != 0 ? t->spec.heads : TINY_HEADS},
@@ -256,7 +260,8 @@ static inline void tiny_put_metadata(tiny_t *t)
     tiny_put_u32(t, 8);
     tiny_put_str(t, "tiny\n\x80 model");
     for (size_t i = 0; i < TD_ARRAY_LEN(numbers); i++) {
-        if (!tiny_left_out(t, numbers[i].key)) {
+        if (!tiny_left_out(t, numbers[i].key) &&
+            (numbers[i].value != 0 || strstr(numbers[i].key, "window") == NULL)) {
             tiny_put_str(t, numbers[i].key);
             tiny_put_u32(t, 4);
             tiny_put_u32(t, numbers[i].value);
@@ -270,6 +275,12 @@ static inline void tiny_put_metadata(tiny_t *t)
             tiny_put(t, &floats[i].value, 4);
             count++;
         }
+    }
+    if (t->spec.window_pattern != NULL) {
+        tiny_put_str(t, "llama.attention.sliding_window_pattern");
+        tiny_put_u32(t, 8);
+        tiny_put_str(t, t->spec.window_pattern);
+        count++;
     }
     memcpy(t->bytes + count_at, &count, sizeof(count));
 }
@@ -412,6 +423,7 @@ static inline void tiny_keep(td_kv_codec_t codec, double *row)
 
 typedef struct tiny_cache {
     td_kv_codec_t codec;
+    td_attention_mask_t mask;
     double k[TINY_LAYERS][TINY_CONTEXT][TINY_KV_DIM];
     double v[TINY_LAYERS][TINY_CONTEXT][TINY_KV_DIM];
 } tiny_cache_t;
@@ -425,6 +437,10 @@ static inline void tiny_attend(const tiny_cache_t *c, int layer, uint32_t positi
         double sum = 0;
         for (uint32_t t = 0; t <= position; t++) {
             double dot = 0;
+            p[t] = 0;
+            if (!td_attention_sees(&c->mask, position, t)) {
+                continue;
+            }
             for (int d = 0; d < TINY_HEAD_DIM; d++) {
                 dot += q[h * TINY_HEAD_DIM + d] * c->k[layer][t][kv + d];
             }

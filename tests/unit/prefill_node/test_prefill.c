@@ -153,6 +153,7 @@ static int setup_with(void **state, uint32_t layers, uint32_t kv_heads, uint32_t
     p->scratch_blocks = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_blocks));
     p->scratch_epochs = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_epochs));
     p->scratch_sums = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_sums));
+    p->scratch_keys = calloc(TD_MSG_BLOCKS_MAX, sizeof(*p->scratch_keys));
     if (with_store) {
         join_store(w);
     }
@@ -211,6 +212,7 @@ static int teardown(void **state)
     free(p->scratch_blocks);
     free(p->scratch_epochs);
     free(p->scratch_sums);
+    free(p->scratch_keys);
     free(w->memory);
     free(p);
     free(w);
@@ -636,6 +638,111 @@ static void test_prefill_computes_what_the_store_would_bring_later(void **state)
     assert_int_equal(td_metric_get(p->fetches_skipped), 2);
 }
 
+/* --- masks ------------------------------------------------------------------------------------ */
+
+/* A chunk's rows, as the worker would have left them. */
+static void run_chunk(world_t *w, pfn_request_t *r, uint32_t rows)
+{
+    pfn_batch_t *b = &w->pfn->batch;
+    const uint32_t end = r->done_tokens + rows;
+    const bool last = end == r->work.prompt_tokens;
+
+    for (uint32_t p = r->done_tokens; p < end; p++) {
+        assert_int_equal(td_seq_prepare_write(&r->seq, p), TD_OK);
+    }
+    b->parts[0] = (pfn_part_t){.request = r,
+                               .row_count = rows,
+                               .block_begin = r->announced_blocks,
+                               .block_end = last ? r->blocks : end / 16,
+                               .last = last};
+    b->part_count = 1;
+    atomic_store_explicit(&b->layers_done, 2, memory_order_release);
+    r->computing = true;
+    finish_batch(w);
+}
+
+/* 32 blocks through a pool of 12: what is left behind stays cached until its room is needed, and
+ * only what position 500 sees goes to the decode node. */
+static void test_prefill_long_prompt_needs_a_window_and_a_chunk(void **state)
+{
+    enum { PROMPT = 500, CHUNK = 64, MOST = 7 };
+    world_t *w = *state;
+    td_pool_t *pool = w->pfn->node.pool;
+    pfn_request_t *r = NULL;
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+
+    w->pfn->chunk_tokens = CHUNK;
+    w->info.attention = (td_attention_mask_t){.kind = TD_ATTENTION_WINDOW, .local = 32};
+    r = start(w, work_of(1, PROMPT));
+    assert_non_null(r);
+    assert_int_equal(r->state, PFN_COMPUTE);
+    while (r->done_tokens < PROMPT) {
+        const td_pool_counts_t c = td_pool_counts(pool);
+        assert_true(c.active + c.reserved <= MOST);
+        run_chunk(w, r, TD_MIN((uint32_t)CHUNK, PROMPT - r->done_tokens));
+    }
+    assert_int_equal(r->state, PFN_WAIT_ACK);
+    assert_int_equal(r->seq.held, 3);
+    assert_true(td_pool_counts(pool).cached > 0);
+    /* Position 500 sees from 469 on: blocks 29 to 31, which the last chunks complete. */
+    msg = expect(w, w->decode, TD_MSG_LAYERS_READY, &arena);
+    assert_int_equal(msg.u.layers.first_block, 29);
+    assert_int_equal(msg.u.layers.count, 3);
+    td_msg_arena_free(arena);
+    msg = expect(w, w->decode, TD_MSG_KV_READY, &arena);
+    assert_int_equal(msg.u.kv_ready.count, 3);
+    for (uint32_t i = 0; i < 3; i++) {
+        assert_int_equal(msg.u.kv_ready.blocks[i], r->seq.blocks[29 + i]);
+        assert_memory_equal(&msg.u.kv_ready.keys[i], &r->keys[29 + i], sizeof(r->keys[0]));
+    }
+    td_msg_arena_free(arena);
+    pfn_request_end(w->pfn, r, TD_OK);
+    assert_nothing_held(w);
+    /* The same prompt again goes on where its last full block ends, though most are gone. */
+    r = start(w, work_of(2, PROMPT));
+    assert_int_equal(r->local_blocks, 31);
+    assert_int_equal(r->done_tokens, 496);
+    assert_int_equal(r->seq.blocks[28], TD_POOL_NONE);
+    pfn_request_end(w->pfn, r, TD_ERR_CANCELLED);
+    assert_nothing_held(w);
+}
+
+/* The store has three blocks; position 48 sees the last one only. */
+static void test_prefill_fetches_from_the_store_only_what_is_seen(void **state)
+{
+    world_t *w = *state;
+    pfn_request_t *r = NULL;
+    td_node_fetch_t *job = NULL;
+
+    w->pfn->chunk_tokens = 64;
+    w->info.attention = (td_attention_mask_t){.kind = TD_ATTENTION_WINDOW, .local = 16};
+    r = start_found(w, 1);
+    assert_int_equal(r->state, PFN_WAIT_FETCH);
+    assert_int_equal(r->fetches, 1);
+    assert_int_equal(td_pool_counts(w->pfn->node.pool).active, 1);
+    receive_all(w);
+    assert_int_equal(r->state, PFN_COMPUTE);
+    assert_int_equal(r->store_blocks, 3);
+    assert_int_equal(r->done_tokens, 48);
+    assert_int_equal(r->seq.blocks[0], TD_POOL_NONE);
+    assert_int_equal(r->seq.blocks[1], TD_POOL_NONE);
+    assert_int_equal(td_pool_bytes(w->pfn->node.pool, r->seq.blocks[2])[5], 3);
+    td_pool_unindex(w->pfn->node.pool, r->seq.blocks[2]);
+    pfn_request_end(w->pfn, r, TD_ERR_CANCELLED);
+    /* I3: it is wrong: what lies before was not fetched, so nothing of the store is used. */
+    r = start_found(w, 2);
+    job = next_job(w);
+    job->pieces[0].dest[9] ^= 1;
+    pfn_prefix_fetched(w->pfn, job);
+    receive_all(w);
+    assert_int_equal(r->state, PFN_COMPUTE);
+    assert_int_equal(r->store_blocks, 0);
+    assert_int_equal(r->done_tokens, 0);
+    pfn_request_end(w->pfn, r, TD_ERR_CANCELLED);
+    assert_nothing_held(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -666,6 +773,10 @@ int main(void)
             test_i2_prefill_ended_while_blocks_are_hashed_quarantines_them, setup_with_store,
             teardown),
         cmocka_unit_test_setup_teardown(test_prefill_computes_what_the_store_would_bring_later,
+                                        setup_with_store, teardown),
+        cmocka_unit_test_setup_teardown(test_prefill_long_prompt_needs_a_window_and_a_chunk, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_prefill_fetches_from_the_store_only_what_is_seen,
                                         setup_with_store, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

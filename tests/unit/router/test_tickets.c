@@ -892,6 +892,49 @@ static void test_nodes_that_do_not_fit_are_refused(void **state)
     assert_int_equal(td_metric_get(fx->metrics.registrations_refused), 3);
 }
 
+/* Blocks that a request is counted with on its decode node, of a cluster of this numerics class. */
+static uint64_t promised_for_a_long_answer(fixture_t *fx, const char *numerics)
+{
+    rtr_registry_t *reg = rtr_loop_registry(fx->loop);
+    node_t *prefill = make_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = make_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = NULL;
+    running_t run;
+    uint64_t promised = 0;
+
+    register_node(fx, prefill, numerics, false);
+    assert_true(expect(fx, prefill, TD_MSG_REGISTERED)->u.registered.accepted);
+    prefill->mute = false;
+    register_node(fx, decode, "cpu/mixed/r1/window:63", false);
+    expect_refusal(fx, decode, "window:63");
+    register_node(fx, decode, numerics, false);
+    assert_true(expect(fx, decode, TD_MSG_REGISTERED)->u.registered.accepted);
+    decode->mute = false;
+    req = submit(fx, RTR_KIND_COMPLETION,
+                 "{\"prompt\":[3,4,5,3,4,5,3,4,5,3,4,5,3,4,5,3,4,5],\"max_tokens\":2000}");
+    run = start_attempt(fx, prefill, decode);
+    for (uint32_t i = 0; i < rtr_registry_slots(reg); i++) {
+        promised += rtr_registry_node(reg, i)->promised_blocks;
+    }
+    finish_well(prefill, decode, run);
+    wait_end(fx, req);
+    assert_at_rest(fx);
+    return promised;
+}
+
+static void test_a_request_is_counted_with_what_its_mask_shows(void **state)
+{
+    const td_attention_mask_t window = {.kind = TD_ATTENTION_WINDOW, .local = 64};
+
+    assert_int_equal(promised_for_a_long_answer(*state, "cpu/mixed/r1/window:64"),
+                     td_attention_blocks_max(&window, BLOCK_TOKENS, 2018, 1));
+}
+
+static void test_a_request_is_counted_with_all_its_blocks(void **state)
+{
+    assert_int_equal(promised_for_a_long_answer(*state, "cpu/mixed/r1"), 2018 / BLOCK_TOKENS + 1);
+}
+
 static void test_nodes_of_another_kv_codec_are_refused(void **state)
 {
     fixture_t *fx = *state;
@@ -1031,6 +1074,8 @@ int main(void)
         T(test_an_overdue_request_is_504),
         T(test_a_named_node_must_be_live),
         T(test_nodes_that_do_not_fit_are_refused),
+        T(test_a_request_is_counted_with_what_its_mask_shows),
+        T(test_a_request_is_counted_with_all_its_blocks),
         T(test_nodes_of_another_kv_codec_are_refused),
         T(test_a_store_with_another_secret_is_refused),
         T(test_an_id_in_use_is_refused),
