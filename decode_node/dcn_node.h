@@ -9,6 +9,7 @@
 #include "common/spec/td_draft.h"
 #include "common/spec/td_spec_cost.h"
 #include "kvstore/kvs_client.h"
+#include "kvstore/kvs_donor.h"
 
 #define DCN_TICKETS_MAX 1024u /* past it: busy */
 #define DCN_BATCH_ROWS_MAX 256u
@@ -109,6 +110,7 @@ typedef struct dcn_batch {
 typedef struct dcn_node {
     td_node_t node;
     kvs_client_t *store;
+    kvs_donor_t *donor; /* NULL: gives no memory to the store */
     uint32_t batch_max;
     uint32_t rows_max;     /* of a step */
     dcn_ticket_t *tickets; /* list, oldest first */

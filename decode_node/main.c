@@ -147,11 +147,13 @@ static td_status_t start(dcn_node_t *d)
     setup.rows_max = setup.logit_rows_max = d->rows_max;
     dcn_metrics_declare(d);
     TD_TRY(td_node_open(&d->node, &setup));
+    TD_TRY(kvs_donor_create(&d->node, &d->donor));
     return kvs_client_create(d->node.proc.bus, d->node.member, d->node.pool, &d->store);
 }
 
 static void stop(dcn_node_t *d)
 {
+    kvs_donor_destroy(d->donor);
     td_node_stop(&d->node);
     while (d->tickets != NULL) {
         dcn_ticket_t *t = d->tickets;

@@ -27,6 +27,7 @@ usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
   --context-max N   tokens of a request; above the model's only with a window or strides [the model's]
   --threads N       compute threads of each node [all CPUs; fewer with more than two nodes]
   --kv-memory SIZE  KV pool of each node, e.g. 512M [the nodes' own default]
+  --donate SIZE     memory that each node gives to the store besides [0]
   --tier-dir DIR    folder of the stores' cold tiers, one below it for each store [no cold tier]
   --tier-bytes SIZE size of each of them [8G]
   --timeout S       seconds to come up [60]
@@ -48,7 +49,7 @@ routers=1 prefills=1 decodes=1 kvstores='' with_etcd=0
 host=127.0.0.1 port=8000 base_port=0
 model=$top/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 dir=$top/build/run bin=$top/build/bin
-precision=mixed kv_codec='' attention='' context_max='' threads='' kv_memory='' tier_dir='' tier_bytes=8G timeout=60
+precision=mixed kv_codec='' attention='' context_max='' threads='' kv_memory='' donate='' tier_dir='' tier_bytes=8G timeout=60
 declare -A kind_args=([router]='' [prefill]='' [decode]='' [kvstore]='')
 declare -A args_of=()
 router_flags=()
@@ -103,6 +104,7 @@ parse_options() {
         --attention) attention=$2 ;;
         --context-max) parse_count "$1" "$2" 1048576 7 && context_max=$((10#$2)) ;;
         --kv-memory) kv_memory=$2 ;;
+        --donate) donate=$2 ;;
         --tier-dir) tier_dir=$(realpath -m -- "$2") ;;
         --tier-bytes) tier_bytes=$2 ;;
         --router-args | --prefill-args | --decode-args | --kvstore-args)
@@ -338,10 +340,12 @@ wait_ready() { # INDEX
 
 # The router's count of live nodes of every role is what was started.
 all_registered() {
-    local seen
+    local seen stores=$kvstores
     seen=$(curl -s --noproxy '*' -m 2 "http://${https[0]/0.0.0.0/127.0.0.1}/metrics" |
         sed -n 's/^tandem_router_nodes{role="\([a-z]*\)"} /\1=/p' | sort | tr '\n' ' ')
-    [[ $seen == "decode=$decodes kvstore=$kvstores prefill=$prefills " ]]
+    # Each node that gives memory to the store counts as a store as well.
+    [[ -z $donate || $donate == 0 ]] || stores=$((kvstores + prefills + decodes))
+    [[ $seen == "decode=$decodes kvstore=$stores prefill=$prefills " ]]
 }
 
 # /ready wants one node of a role; a cluster is up when all of its nodes are there.
@@ -471,6 +475,7 @@ up() {
     node_flags+=("${cluster_flags[@]}" --precision "$precision" --threads "$threads")
     [[ -z $attention ]] || node_flags+=(--attention "$attention")
     [[ -z $kv_memory ]] || node_flags+=(--kv-memory "$kv_memory")
+    [[ -z $donate || $donate == 0 ]] || node_flags+=(--donate "$donate")
     for ((i = 1; i <= prefills; i++)); do
         take_port
         start_process prefill "prefill-$i" "127.0.0.1:$taken_port" "${node_flags[@]}"

@@ -141,6 +141,11 @@ void kvs_segment_destroy(kvs_segment_t *s)
     td_free(s);
 }
 
+uint32_t kvs_segment_blocks(const kvs_segment_t *s)
+{
+    return td_pool_counts(s->pool).total;
+}
+
 static void on_fetched(td_fetch_t *fetch)
 {
     store_order_t *o = fetch->ctx;

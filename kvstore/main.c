@@ -8,6 +8,7 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/coord/td_coord_options.h"
+#include "common/node/td_peers.h"
 #include "common/transfer/td_transfer.h"
 #include "common/wire/td_member.h"
 #include "common/wire/td_proc.h"
@@ -100,15 +101,7 @@ static void self_describe(const app_t *app, td_msg_register_t *self)
     self->version = TD_VERSION;
     self->probe_key = (td_bytes_t){app->probe.bytes, sizeof(app->probe.bytes)};
     if (app->transfer != NULL) {
-        const void *address = NULL;
-        const void *rkey = NULL;
-        td_msg_region_t *r = &self->self.region;
-        td_transfer_address(app->transfer, &address, &r->ucx_address.len, &rkey, &r->ucx_rkey.len,
-                            &r->base);
-        r->ucx_address.at = address;
-        r->ucx_rkey.at = rkey;
-        r->block_count = app->block_count;
-        r->block_bytes = app->block_bytes;
+        td_peers_describe(app->transfer, app->block_count, app->block_bytes, &self->self.region);
     }
 }
 
@@ -240,21 +233,12 @@ static void on_registered(void *ctx, const td_msg_registered_t *info)
 static void on_peer_up(void *ctx, const td_msg_peer_t *peer)
 {
     app_t *app = ctx;
-    td_transfer_peer_t to = {.incarnation = peer->incarnation,
-                             .address = peer->region.ucx_address.at,
-                             .address_len = peer->region.ucx_address.len,
-                             .rkey = peer->region.ucx_rkey.at,
-                             .rkey_len = peer->region.ucx_rkey.len,
-                             .base = peer->region.base,
-                             .block_count = peer->region.block_count,
-                             .block_bytes = peer->region.block_bytes};
 
-    if (app->transfer != NULL && to.address_len > 0 && strcmp(peer->id, app->proc.id) != 0 &&
-        td_transfer_peer_add(app->transfer, &to) != TD_OK) {
-        TD_LOG_WARN("peer cannot be read", "peer=%s", peer->id);
+    if (app->transfer != NULL) {
+        td_peers_add(app->transfer, app->proc.id, peer);
     }
-    if (app->master != NULL && peer->role == TD_ROLE_KVSTORE && to.block_count > 0) {
-        kvs_master_segment_up(app->master, peer->id, peer->incarnation, to.block_count);
+    if (app->master != NULL && peer->role == TD_ROLE_KVSTORE && peer->region.block_count > 0) {
+        kvs_master_segment_up(app->master, peer->id, peer->incarnation, peer->region.block_count);
     }
 }
 

@@ -172,11 +172,13 @@ static td_status_t start(pfn_node_t *p)
     }
     pfn_metrics_declare(p);
     TD_TRY(td_node_open(&p->node, &setup));
+    TD_TRY(kvs_donor_create(&p->node, &p->donor));
     return kvs_client_create(p->node.proc.bus, p->node.member, p->node.pool, &p->store);
 }
 
 static void stop(pfn_node_t *p)
 {
+    kvs_donor_destroy(p->donor);
     td_node_stop(&p->node);
     while (p->requests != NULL) {
         pfn_request_t *r = p->requests;

@@ -5,5 +5,5 @@ ifneq ($(wildcard prefill_node/main.c),)
 PROGRAMS += tandem-prefill
 $(BIN)/tandem-prefill: $(B)/prefill_node/main.o $(B)/libprefill_node.a $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) -o $@
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
 endif

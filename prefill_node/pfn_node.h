@@ -8,6 +8,7 @@
 
 #include "common/node/td_node.h"
 #include "kvstore/kvs_client.h"
+#include "kvstore/kvs_donor.h"
 
 #define PFN_REQUESTS_MAX 1024u /* past it: busy */
 #define PFN_PARTS_MAX 64u      /* requests in one batch */
@@ -92,6 +93,7 @@ typedef struct pfn_rate {
 typedef struct pfn_node {
     td_node_t node;
     kvs_client_t *store;
+    kvs_donor_t *donor; /* NULL: gives no memory to the store */
     uint32_t chunk_tokens;
     pfn_request_t *requests; /* list, oldest first */
     uint32_t request_count;

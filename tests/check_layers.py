@@ -9,7 +9,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 TOP = ("common", "kvstore", "router", "prefill_node", "decode_node", "tests")
 PROGRAMS = ("kvstore", "router", "prefill_node", "decode_node")
-STORE_FACE = "kvstore/kvs_client.h"
+STORE_FACES = ("kvstore/kvs_client.h", "kvstore/kvs_donor.h")
 CUDA = re.compile(r"^(cuda|cublas|nvrtc|driver_types|cooperative_groups|mma\.h)")
 
 # Folders of this project (without their own) whose headers a folder may include.
@@ -53,8 +53,8 @@ def project_breach(path, header):
     if module == "tests" or is_below(header, module) or header == os.path.basename(header):
         return None
     if module in PROGRAMS:
-        allowed = is_below(header, "common") or header == STORE_FACE
-        return None if allowed else f"{module} may include common/ and {STORE_FACE} only"
+        allowed = is_below(header, "common") or header in STORE_FACES
+        return None if allowed else f"{module} may include common/ and {', '.join(STORE_FACES)} only"
     allowed = COMMON.get(module)
     if allowed is None:
         return f"{module} is not a folder that the rules know"

@@ -6,6 +6,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
+#include "common/node/td_peers.h"
 
 static td_status_t open_model(td_node_t *n, const td_node_setup_t *setup)
 {
@@ -121,19 +122,8 @@ static void on_registered(void *ctx, const td_msg_registered_t *info)
 static void on_peer_up(void *ctx, const td_msg_peer_t *peer)
 {
     td_node_t *n = ctx;
-    td_transfer_peer_t to = {.incarnation = peer->incarnation,
-                             .address = peer->region.ucx_address.at,
-                             .address_len = peer->region.ucx_address.len,
-                             .rkey = peer->region.ucx_rkey.at,
-                             .rkey_len = peer->region.ucx_rkey.len,
-                             .base = peer->region.base,
-                             .block_count = peer->region.block_count,
-                             .block_bytes = peer->region.block_bytes};
 
-    if (to.address_len > 0 && strcmp(peer->id, n->proc.id) != 0 &&
-        td_transfer_peer_add(n->transfer, &to) != TD_OK) {
-        TD_LOG_WARN("peer cannot be read", "peer=%s", peer->id);
-    }
+    td_peers_add(n->transfer, n->proc.id, peer);
     if (n->events.peer_up != NULL) {
         n->events.peer_up(n->events.ctx, peer);
     }
@@ -169,20 +159,13 @@ static td_status_t open_membership(td_node_t *n)
                               .kv_codec = td_kv_codec_name(n->info->kv.codec),
                               .context_max = n->info->context_max,
                               .version = TD_VERSION};
-    td_msg_region_t *region = &self.self.region;
-    const void *address = NULL;
-    const void *rkey = NULL;
     td_block_root_t root;
     td_block_key_t probe;
 
     td_node_root(n, "", 0, &root);
     td_block_probe_key(&root, td_node_layout(n)->block_tokens, &probe);
-    td_transfer_address(n->transfer, &address, &region->ucx_address.len, &rkey,
-                        &region->ucx_rkey.len, &region->base);
-    region->ucx_address.at = address;
-    region->ucx_rkey.at = rkey;
-    region->block_count = td_pool_counts(n->pool).total;
-    region->block_bytes = (uint32_t)td_pool_block_bytes(n->pool);
+    td_peers_describe(n->transfer, td_pool_counts(n->pool).total,
+                      (uint32_t)td_pool_block_bytes(n->pool), &self.self.region);
     self.self.id = n->proc.id;
     self.self.role = n->role;
     self.self.endpoint = td_bus_endpoint(n->proc.bus);

@@ -26,6 +26,8 @@
 
 #define TD_NODE_OPTIONS                                                                              \
     {"router", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the router"},                               \
+        {"donate", TD_OPTION_BYTES, "0", "memory given to the store, beside --kv-memory",            \
+         0,        1ull << 46},                                                                      \
         {"model", TD_OPTION_TEXT, NULL, "GGUF model file"},                                          \
         {"precision", TD_OPTION_CHOICE,  "mixed", "arithmetic, one for the whole cluster", 0,        \
          0,           "fast|mixed|exact"},                                                           \

@@ -1,29 +1,15 @@
 #include "tests/bench/bench_node.h"
 
-#include <string.h>
-
 #include "common/base/td_base.h"
-#include "common/base/td_log.h"
 #include "common/kv/td_block_key.h"
 #include "common/kv/td_kv_layout.h"
 #include "common/model/td_gguf.h"
+#include "common/node/td_peers.h"
 
 static void on_peer_up(void *ctx, const td_msg_peer_t *peer)
 {
     bench_node_t *n = ctx;
-    const td_transfer_peer_t to = {.incarnation = peer->incarnation,
-                                   .address = peer->region.ucx_address.at,
-                                   .address_len = peer->region.ucx_address.len,
-                                   .rkey = peer->region.ucx_rkey.at,
-                                   .rkey_len = peer->region.ucx_rkey.len,
-                                   .base = peer->region.base,
-                                   .block_count = peer->region.block_count,
-                                   .block_bytes = peer->region.block_bytes};
-
-    if (to.address_len > 0 && strcmp(peer->id, td_bus_id(n->bus)) != 0 &&
-        td_transfer_peer_add(n->transfer, &to) != TD_OK) {
-        TD_LOG_WARN("peer cannot be read", "peer=%s", peer->id);
-    }
+    td_peers_add(n->transfer, td_bus_id(n->bus), peer);
 }
 
 static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
@@ -51,17 +37,12 @@ static td_status_t join_members(const bench_node_config_t *config, bench_node_t 
                                      .salt = ""};
     td_msg_register_t self = {.self = {.id = td_bus_id(config->bus),
                                        .role = TD_ROLE_PREFILL,
-                                       .endpoint = td_bus_endpoint(config->bus),
-                                       .region = {.block_count = config->block_count,
-                                                  .block_bytes = config->block_bytes}},
+                                       .endpoint = td_bus_endpoint(config->bus)},
                               .http = config->http,
                               .numerics_class = config->numerics,
                               .kv_codec = config->kv_codec,
                               .context_max = BENCH_NODE_BLOCK_TOKENS,
                               .version = TD_VERSION};
-    td_msg_region_t *region = &self.self.region;
-    const void *address = NULL;
-    const void *rkey = NULL;
     uint8_t fingerprint[32];
     td_gguf_t *gguf = NULL;
     td_block_root_t root;
@@ -73,10 +54,7 @@ static td_status_t join_members(const bench_node_config_t *config, bench_node_t 
     fields.fingerprint = fingerprint;
     td_block_root_make(config->secret, &fields, &root);
     td_block_probe_key(&root, BENCH_NODE_BLOCK_TOKENS, &probe);
-    td_transfer_address(n->transfer, &address, &region->ucx_address.len, &rkey,
-                        &region->ucx_rkey.len, &region->base);
-    region->ucx_address.at = address;
-    region->ucx_rkey.at = rkey;
+    td_peers_describe(n->transfer, config->block_count, config->block_bytes, &self.self.region);
     self.fingerprint = (td_bytes_t){fingerprint, sizeof(fingerprint)};
     self.probe_key = (td_bytes_t){probe.bytes, sizeof(probe.bytes)};
     return td_member_create(config->bus, config->router, &self, &events, &n->member);
