@@ -40,7 +40,7 @@ typedef struct ask_header {
     uint64_t owner; /* incarnation that is asked: a new life must not answer for an old one */
     uint64_t fetch_id;
     uint32_t piece_count;
-    uint32_t reserved;
+    uint32_t connection; /* the asker's: when it changes, the answerer's leads nowhere any more */
 } ask_header_t;
 
 typedef struct ask_piece {
@@ -73,6 +73,9 @@ typedef struct peer { /* known until membership takes it away; its connection ma
     const uint8_t *mapped; /* the peer's pool in our address space, or NULL: tcp */
     uint32_t block_count;
     uint32_t block_bytes;
+    uint32_t connection; /* names ours to the peer; a new one with each that is made */
+    uint32_t asked_over; /* the peer's, of its last ask; 0: none has come */
+    bool stale;          /* the peer has made a new one: ours is made anew before it is used */
     bool failed;
     struct peer *next;
 } peer_t;
@@ -533,6 +536,8 @@ static bool peer_connect(td_transfer_t *t, peer_t *peer)
     }
     peer->retry_ns = td_now_ns() + RECONNECT_MS * TD_NS_PER_MS;
     peer->failed = false;
+    peer->stale = false;
+    peer->connection = (uint32_t)td_random_u64() | 1;
     status = ucp_ep_create(t->worker, &params, &peer->ep);
     if (status != UCS_OK) {
         peer->ep = NULL;
@@ -596,21 +601,12 @@ static void jobs_drop_of(td_transfer_t *t, uint64_t asker)
     t->jobs_tail = link;
 }
 
-/* Ends what is under way with a peer, and its connection. */
-static void peer_disconnect(td_transfer_t *t, peer_t *peer)
+static void peer_close(td_transfer_t *t, peer_t *peer)
 {
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS,
                                  .flags = UCP_EP_CLOSE_FLAG_FORCE};
     void *request = NULL;
 
-    for (td_fetch_t **f = &t->fetches; *f != NULL;) {
-        if ((*f)->peer == peer->incarnation) {
-            fetch_end(t, f, TD_ERR_PEER_DEAD);
-        } else {
-            f = &(*f)->next;
-        }
-    }
-    jobs_drop_of(t, peer->incarnation);
     peer->failed = false; /* that was the connection's; the next one starts afresh */
     if (peer->rkey != NULL) {
         ucp_rkey_destroy(peer->rkey); /* unmaps; no copy from it can be under way: one thread */
@@ -628,6 +624,20 @@ static void peer_disconnect(td_transfer_t *t, peer_t *peer)
         ucp_request_free(request);
     }
     peer->ep = NULL;
+}
+
+/* Ends what is under way with a peer, and its connection. */
+static void peer_disconnect(td_transfer_t *t, peer_t *peer)
+{
+    for (td_fetch_t **f = &t->fetches; *f != NULL;) {
+        if ((*f)->peer == peer->incarnation) {
+            fetch_end(t, f, TD_ERR_PEER_DEAD);
+        } else {
+            f = &(*f)->next;
+        }
+    }
+    jobs_drop_of(t, peer->incarnation);
+    peer_close(t, peer);
 }
 
 static void peer_remove(td_transfer_t *t, uint64_t incarnation)
@@ -654,6 +664,9 @@ static void disconnect_failed_peers(td_transfer_t *t)
     for (peer_t *p = t->peers; p != NULL; p = p->next) {
         if (p->failed && p->ep != NULL) {
             peer_disconnect(t, p);
+        } else if (p->stale && p->ep != NULL) {
+            peer_close(t, p); /* what it asks and what it is asked stays */
+            p->retry_ns = 0;
         }
     }
 }
@@ -702,6 +715,7 @@ static td_status_t send_ask(td_transfer_t *t, const peer_t *peer, td_fetch_t *fe
         .owner = peer->incarnation,
         .fetch_id = fetch->id,
         .piece_count = fetch->piece_count,
+        .connection = peer->connection,
     };
     for (uint32_t i = 0; i < fetch->piece_count; i++) {
         const td_fetch_piece_t *p = &fetch->pieces[i];
@@ -843,6 +857,7 @@ static ucs_status_t on_ask(void *arg, const void *header, size_t header_len, voi
 {
     td_transfer_t *t = arg;
     ask_header_t h;
+    peer_t *peer = NULL;
     job_t *job = NULL;
     size_t bytes = 0;
 
@@ -850,9 +865,9 @@ static ucs_status_t on_ask(void *arg, const void *header, size_t header_len, voi
         return UCS_OK;
     }
     memcpy(&h, header, sizeof(h));
-    if (h.owner != atomic_load_explicit(&t->incarnation, memory_order_relaxed) ||
-        peer_find(t, h.asker) == NULL || h.piece_count == 0 ||
-        h.piece_count > TD_TRANSFER_PIECES_MAX ||
+    peer = peer_find(t, h.asker);
+    if (h.owner != atomic_load_explicit(&t->incarnation, memory_order_relaxed) || peer == NULL ||
+        h.piece_count == 0 || h.piece_count > TD_TRANSFER_PIECES_MAX ||
         !td_size_mul(h.piece_count, sizeof(ask_piece_t), &bytes) || bytes != len ||
         t->job_count >= JOBS_MAX) {
         return UCS_OK; /* the asker's deadline ends it */
@@ -861,6 +876,8 @@ static ucs_status_t on_ask(void *arg, const void *header, size_t header_len, voi
     if (job == NULL) {
         return UCS_OK;
     }
+    peer->stale = peer->stale || (peer->asked_over != 0 && peer->asked_over != h.connection);
+    peer->asked_over = h.connection;
     *job = (job_t){.asker = h.asker, .fetch_id = h.fetch_id, .piece_count = h.piece_count};
     memcpy(job->pieces, data, bytes);
     *t->jobs_tail = job;
