@@ -13,7 +13,7 @@ static const td_option_t options[] = {
     {"draft-model", TD_OPTION_TEXT, NULL,
      "GGUF file of a smaller model with the same vocabulary, for the drafter draft_model"},
     {"draft-kv-memory", TD_OPTION_BYTES, "256M", "memory of its KV pool", 1 << 16, 1ull << 46},
-    {"draft-confidence", TD_OPTION_COUNT, "20",
+    {"draft-confidence", TD_OPTION_COUNT, "40",
      "percent; drafts of a model end before a token that it finds less likely", 0, 100},
     {"early-exit-layers", TD_OPTION_COUNT, "0",
      "layers of the drafter early_exit, 0 = a third of the model's", 0, TD_KV_LAYERS_MAX},

@@ -170,6 +170,15 @@ def test_draft_prefixes_are_kept(options):
 
 
 @test
+def test_first_layers_draft_the_same_either_way(options):
+    """A draft model of the first ten layers, and ten layers of thirty: the same drafts."""
+    c = cluster(options)
+    for sampling in SAMPLINGS[:2]:
+        counts = [ask(c, FREE, {"drafter": drafter, "k": 3}, **sampling)[1] for drafter in DRAFTERS]
+        assert counts[0] == counts[1] and drafted(counts[0]) > 20, (sampling, counts)
+
+
+@test
 def test_draft_model_that_is_the_model_is_always_right(options):
     with Cluster(options.bin, draft_model=MODEL, decode_args=["--draft-confidence", "0"]) as c:
         for sampling in SAMPLINGS[:3]:
