@@ -36,7 +36,7 @@ static td_status_t init_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
         return TD_ERR_NO_MEMORY;
     }
     td_node_sampling(w, index, bias, &params);
-    TD_TRY(dcn_speculate_open(c));
+    TD_TRY(dcn_speculate_open(d, c));
     return td_sampler_create(&params, d->node.info->vocab_size, w->prompt, w->prompt_tokens,
                              &c->sampler);
 }
@@ -151,12 +151,32 @@ static void draw(dcn_node_t *d, dcn_part_t *part, const float *logits)
     }
 }
 
+/* Behind the newest token's row those of the drafts, which are all known by now. */
+static void add_rows(dcn_batch_t *b, const dcn_part_t *part)
+{
+    const dcn_choice_t *c = part->choice;
+
+    for (uint32_t i = 0; i < part->rows + part->drafts; i++) {
+        const uint32_t position = c->kv_tokens + i;
+        b->rows[b->row_count++] = (td_model_row_t){
+            .token = i < part->rows ? dcn_choice_token(c, position) : c->drafts[i - part->rows],
+            .position = position,
+            .blocks = c->seq.blocks,
+            .want_logits = part->samples && i + 1 >= part->rows};
+    }
+}
+
 static void run_batch(void *ctx)
 {
     dcn_node_t *d = ctx;
     dcn_batch_t *b = &d->batch;
     const float *logits = NULL;
 
+    b->draft_ns = dcn_draft_propose(d);
+    b->row_count = 0;
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        add_rows(b, &b->parts[i]);
+    }
     b->status = td_model_forward(d->node.model, td_pool_base(d->node.pool), b->rows, b->row_count,
                                  0, NULL, NULL, &logits);
     for (uint32_t i = 0; b->status == TD_OK && i < b->part_count; i++) {
@@ -210,29 +230,15 @@ static void fit_drafts(dcn_part_t *part)
     }
 }
 
-static void add_rows(dcn_batch_t *b, const dcn_part_t *part)
-{
-    const dcn_choice_t *c = part->choice;
-
-    for (uint32_t i = 0; i < part->rows + part->drafts; i++) {
-        const uint32_t position = c->kv_tokens + i;
-        b->rows[b->row_count++] = (td_model_row_t){
-            .token = i < part->rows ? dcn_choice_token(c, position) : c->drafts[i - part->rows],
-            .position = position,
-            .blocks = c->seq.blocks,
-            .want_logits = part->samples && i + 1 >= part->rows};
-    }
-}
-
 static void submit(dcn_node_t *d)
 {
     dcn_batch_t *b = &d->batch;
 
     dcn_speculate_plan(d);
-    b->row_count = 0;
+    dcn_draft_begin(d);
     for (uint32_t i = 0; i < b->part_count; i++) {
         fit_drafts(&b->parts[i]);
-        add_rows(b, &b->parts[i]);
+        dcn_draft_prepare(d, &b->parts[i]);
     }
     b->started_ns = td_now_ns();
     td_worker_submit(d->node.worker, run_batch, d);
@@ -287,7 +293,7 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
         return true;
     }
     d->batch.tokens += c->sampled_count;
-    dcn_speculate_observe(d, c, part->drafts, c->sampled_count - 1);
+    dcn_speculate_observe(d, part, c->sampled_count - 1);
     for (uint32_t i = 0; i < c->sampled_count && c->finish == TD_FINISH_NONE; i++) {
         c->kv_tokens += i > 0 ? 1 : 0; /* the row of the draft that this token follows */
         if (!dcn_stream_token(d, c, &c->sampled[i], c->logits_hashes[i])) {
@@ -297,6 +303,7 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
     if (c->finish == TD_FINISH_NONE) {
         td_seq_truncate(&c->seq, c->kv_tokens);
         td_seq_forget(&c->seq, c->kv_tokens); /* after what it had filled was published */
+        dcn_draft_settle(d, part);
     }
     return true;
 }
@@ -312,7 +319,7 @@ void dcn_batch_progress(dcn_node_t *d)
     took_ns = td_now_ns() - b->started_ns;
     b->tokens = 0;
     td_metric_observe_ns(d->batch_seconds, took_ns);
-    td_step_cost_observe(&d->step_cost, b->row_count, took_ns);
+    td_step_cost_observe(&d->step_cost, b->row_count, took_ns - b->draft_ns);
     if (b->status != TD_OK) {
         TD_LOG_ERROR("decode step failed", "status=%s rows=%u", td_status_name(b->status),
                      b->row_count);

@@ -8,6 +8,7 @@
 #include "common/node/td_node.h"
 #include "common/spec/td_draft.h"
 #include "common/spec/td_spec_cost.h"
+#include "decode_node/dcn_draft.h"
 #include "kvstore/kvs_client.h"
 #include "kvstore/kvs_donor.h"
 
@@ -39,7 +40,9 @@ typedef struct dcn_choice {
     td_detok_t detok;
     td_stop_t stop;
     td_finish_t finish;
-    td_draft_t *draft;                    /* owned; NULL: nothing is drafted */
+    uint32_t drafter;  /* td_drafter_t; TD_DRAFTER_NONE: nothing is drafted */
+    td_draft_t *draft; /* owned; NULL: its drafter needs passes of a model, or there is none */
+    dcn_draft_kv_t draft_kv;              /* of the draft model */
     uint32_t drafts[TD_DRAFT_TOKENS_MAX]; /* proposed for the step being made */
     td_acceptance_t acceptance;
     /* Written by the batch, one for each row that samples, up to the first draft that was wrong. */
@@ -91,9 +94,10 @@ typedef struct dcn_ticket {
 typedef struct dcn_part {
     dcn_choice_t *choice;
     dcn_ticket_t *ticket; /* its ticket: a choice may be gone before its ticket's turn */
-    uint32_t rows;   /* without those of drafts */
-    uint32_t drafts; /* 0 unless it samples */
+    uint32_t rows;        /* without those of drafts */
+    uint32_t drafts; /* 0 unless it samples; those that need passes: until then, how many to make */
     bool samples;
+    dcn_draft_job_t *job; /* those passes; NULL: none */
 } dcn_part_t;
 
 typedef struct dcn_batch {
@@ -105,6 +109,7 @@ typedef struct dcn_batch {
     uint32_t tokens;   /* that it gave */
     td_status_t status;
     uint64_t started_ns;
+    uint64_t draft_ns; /* of the time since then, what drafting took */
 } dcn_batch_t;
 
 typedef struct dcn_node {
@@ -121,9 +126,15 @@ typedef struct dcn_node {
     double output_mean; /* tokens, of outputs that ended lately */
     double output_deviation;
     dcn_batch_t batch;
-    td_step_cost_t step_cost;
-    td_str_t text; /* scratch */
-    td_str_t raw;  /* scratch */
+    td_step_cost_t step_cost; /* without drafting */
+    dcn_draft_model_t draft_model;
+    dcn_drafter_t draft_passes; /* of the draft model */
+    dcn_drafter_t exit_passes;  /* of the model's first layers */
+    td_model_row_t draft_rows[DCN_DRAFT_ROWS_MAX];
+    float draft_logprob_min; /* below it a drafted token ends the draft */
+    bool draft_model_missed; /* a request has asked for one that is not here: said once */
+    td_str_t text;           /* scratch */
+    td_str_t raw;            /* scratch */
     uint64_t tokens_per_s;
     td_metric_t *tokens;
     td_metric_t *requests_ok;
@@ -140,7 +151,12 @@ typedef struct dcn_node {
     td_metric_t *returned_computed;
     td_metric_t *drafts_accepted;
     td_metric_t *drafts_rejected;
+    td_metric_t *draft_kv_states[4];
+    td_metric_t *draft_cached;
+    td_metric_t *draft_computed;
 } dcn_node_t;
+
+_Static_assert(DCN_DRAFT_JOBS_MAX == DCN_BATCH_ROWS_MAX, "a job for each part of a step");
 
 /* dcn_ticket.c */
 void dcn_ticket_reserve(dcn_node_t *dcn, const td_msg_t *msg, td_msg_arena_t **arena);
@@ -189,13 +205,16 @@ uint32_t dcn_choice_token(const dcn_choice_t *choice, uint32_t position);
 
 /* dcn_speculate.c: drafts of the running choices */
 /** Makes the choice's drafter, if its request has one. Errors: TD_ERR_NO_MEMORY. */
-td_status_t dcn_speculate_open(dcn_choice_t *choice);
+td_status_t dcn_speculate_open(dcn_node_t *dcn, dcn_choice_t *choice);
+/** Ends it. */
+void dcn_speculate_close(dcn_choice_t *choice);
 /** Tells the drafter the next token of the output. */
 void dcn_speculate_token(dcn_choice_t *choice, uint32_t token);
-/** Has every part of the step that samples propose, and sets how many of its drafts are verified. */
+/** Has every part of the step that samples propose, or say how much it could, and sets how many of
+ * its drafts are made and verified. */
 void dcn_speculate_plan(dcn_node_t *dcn);
-void dcn_speculate_observe(dcn_node_t *dcn, dcn_choice_t *choice, uint32_t drafted,
-                           uint32_t accepted);
+/** How many of a part's drafts were accepted. */
+void dcn_speculate_observe(dcn_node_t *dcn, const dcn_part_t *part, uint32_t accepted);
 
 /* dcn_stream.c: tokens to text to the router */
 /** Takes a choice's next token: text, stop conditions, message; publishes full blocks.

@@ -77,6 +77,7 @@ static void give_way(dcn_node_t *d, dcn_ticket_t *t)
     TD_LOG_INFO("preempted", "req=%s tokens=%u blocks=%u", t->work.request_id,
                 t->work.prompt_tokens + c->token_count, c->seq.block_count);
     td_seq_fini(&c->seq);
+    dcn_draft_model_release(c);
     c->kv_tokens = 0;
     t->state = DCN_WAITING;
     td_metric_add(d->preemptions, 1);

@@ -135,6 +135,7 @@ bool dcn_stream_token(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *sample
         return true;
     }
     td_seq_fini(&c->seq);
+    dcn_speculate_close(c);
     dcn_output_ended(d, c->token_count);
     if (--t->live == 0) {
         dcn_ticket_end(d, t, TD_OK);

@@ -57,7 +57,7 @@ static void release_choices(dcn_node_t *d, dcn_ticket_t *t)
         dcn_choice_t *c = &t->choices[i - 1];
         td_seq_fini(&c->seq);
         td_sampler_destroy(c->sampler);
-        td_draft_destroy(c->draft);
+        dcn_speculate_close(c);
         td_stop_fini(&c->stop);
         td_free(c->tokens);
     }

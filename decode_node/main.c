@@ -1,4 +1,5 @@
 /* tandem-decode: takes prompts' KV from prefill nodes and generates. */
+#include <math.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
@@ -9,6 +10,13 @@ static const td_option_t options[] = {
     TD_PROC_OPTIONS,
     TD_NODE_OPTIONS,
     {"kv-memory", TD_OPTION_BYTES, "1G", "memory of the KV pool", 1 << 20, 1ull << 46},
+    {"draft-model", TD_OPTION_TEXT, NULL,
+     "GGUF file of a smaller model with the same vocabulary, for the drafter draft_model"},
+    {"draft-kv-memory", TD_OPTION_BYTES, "256M", "memory of its KV pool", 1 << 16, 1ull << 46},
+    {"draft-confidence", TD_OPTION_COUNT, "40",
+     "percent; drafts of a model end before a token that it finds less likely", 0, 100},
+    {"early-exit-layers", TD_OPTION_COUNT, "0",
+     "layers of the drafter early_exit, 0 = a third of the model's", 0, TD_KV_LAYERS_MAX},
     {"batch-max", TD_OPTION_COUNT, "64", "sequences of one step", 1, DCN_BATCH_ROWS_MAX},
 };
 
@@ -125,10 +133,21 @@ static void run(dcn_node_t *d)
         dcn_ticket_tick(d);
         dcn_batch_schedule(d);
         td_node_update_kv_metrics(n);
+        dcn_draft_model_update_metrics(d);
         td_metric_set(d->running, d->ticket_count);
         load = load_of(d);
         td_member_tick(n->member, &load);
     }
+}
+
+static td_status_t open_drafters(void *ctx)
+{
+    dcn_node_t *d = ctx;
+    const uint64_t percent = td_config_u64(d->node.proc.config, "draft-confidence");
+
+    d->draft_logprob_min = percent == 0 ? -INFINITY : (float)log((double)percent / 100);
+    TD_TRY(dcn_draft_exit_open(d));
+    return dcn_draft_model_open(d);
 }
 
 static td_status_t start(dcn_node_t *d)
@@ -139,6 +158,7 @@ static td_status_t start(dcn_node_t *d)
                              .kv_metric = "tandem_decode_kv_blocks",
                              .checksum_metric = "tandem_decode_checksum_failures_total",
                              .kv_bytes = td_config_u64(c, "kv-memory"),
+                             .open_more = open_drafters,
                              .events = {.ctx = d, .peer_down = on_peer_down, .fenced = on_fenced}};
 
     d->batch_max = (uint32_t)td_config_u64(c, "batch-max");
@@ -186,6 +206,7 @@ int main(int argc, char **argv)
         }
         stop(&node);
     }
+    dcn_draft_model_close(&node);
     td_node_close(&node.node);
     return rc;
 }

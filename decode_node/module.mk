@@ -1,9 +1,13 @@
-DECODE_SRC := $(filter-out decode_node/main.c,$(wildcard decode_node/*.c))
+DECODE_MAIN := decode_node/main.c decode_node/truncate_main.c
+DECODE_SRC := $(filter-out $(DECODE_MAIN),$(wildcard decode_node/*.c))
 $(B)/libdecode_node.a: $(DECODE_SRC:%.c=$(B)/%.o)
 	@rm -f $@; ar rcs $@ $^
 ifneq ($(wildcard decode_node/main.c),)
-PROGRAMS += tandem-decode
+PROGRAMS += tandem-decode tandem-truncate
 $(BIN)/tandem-decode: $(B)/decode_node/main.o $(B)/libdecode_node.a $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
+$(BIN)/tandem-truncate: $(B)/decode_node/truncate_main.o $(B)/libtandem.a
+	@mkdir -p $(@D); echo "  LD      $@"
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) -o $@
 endif

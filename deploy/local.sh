@@ -28,6 +28,8 @@ usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
   --threads N       compute threads of each node [all CPUs; fewer with more than two nodes]
   --kv-memory SIZE  KV pool of each node, e.g. 512M [the nodes' own default]
   --donate SIZE     memory that each node gives to the store besides [0]
+  --draft-model FILE
+                    GGUF model of the drafter draft_model, for the decode nodes [none]
   --tier-dir DIR    folder of the stores' cold tiers, one below it for each store [no cold tier]
   --tier-bytes SIZE size of each of them [8G]
   --timeout S       seconds to come up [60]
@@ -49,7 +51,7 @@ routers=1 prefills=1 decodes=1 kvstores='' with_etcd=0
 host=127.0.0.1 port=8000 base_port=0
 model=$top/build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 dir=$top/build/run bin=$top/build/bin
-precision=mixed kv_codec='' attention='' context_max='' threads='' kv_memory='' donate='' tier_dir='' tier_bytes=8G timeout=60
+precision=mixed kv_codec='' attention='' context_max='' threads='' kv_memory='' donate='' draft_model='' tier_dir='' tier_bytes=8G timeout=60
 declare -A kind_args=([router]='' [prefill]='' [decode]='' [kvstore]='')
 declare -A args_of=()
 router_flags=()
@@ -105,6 +107,7 @@ parse_options() {
         --context-max) parse_count "$1" "$2" 1048576 7 && context_max=$((10#$2)) ;;
         --kv-memory) kv_memory=$2 ;;
         --donate) donate=$2 ;;
+        --draft-model) draft_model=$2 ;;
         --tier-dir) tier_dir=$(realpath -m -- "$2") ;;
         --tier-bytes) tier_bytes=$2 ;;
         --router-args | --prefill-args | --decode-args | --kvstore-args)
@@ -397,6 +400,7 @@ check_setup() {
     [[ $routers -eq 1 ]] || fail "--router $routers: several routers need a registry of their own, \
 which Tandem does not have yet; one router is possible today"
     [[ $prefills -ge 1 && $decodes -ge 1 ]] || fail 'at least one prefill and one decode node are needed'
+    [[ -z $draft_model || -f $draft_model ]] || fail "no draft model at $draft_model"
     [[ -f $model ]] || fail "no model at $model (make model fetches the quick start's)"
     for role in router prefill decode kvstore; do
         [[ -x $bin/tandem-$role ]] || fail "no program $bin/tandem-$role (run make)"
@@ -431,7 +435,7 @@ TEXT
 
 up() {
     local i store_role='both' stores_may_lead=1
-    local -a node_flags=() cluster_flags=() etcd_flags=()
+    local -a node_flags=() draft_flags=() cluster_flags=() etcd_flags=()
     check_setup
     (umask 077 && mkdir -p "$dir")
     chmod 0700 "$dir"
@@ -476,13 +480,15 @@ up() {
     [[ -z $attention ]] || node_flags+=(--attention "$attention")
     [[ -z $kv_memory ]] || node_flags+=(--kv-memory "$kv_memory")
     [[ -z $donate || $donate == 0 ]] || node_flags+=(--donate "$donate")
+    [[ -z $draft_model ]] || draft_flags=(--draft-model "$draft_model")
     for ((i = 1; i <= prefills; i++)); do
         take_port
         start_process prefill "prefill-$i" "127.0.0.1:$taken_port" "${node_flags[@]}"
     done
     for ((i = 1; i <= decodes; i++)); do
         take_port
-        start_process decode "decode-$i" "127.0.0.1:$taken_port" "${node_flags[@]}"
+        start_process decode "decode-$i" "127.0.0.1:$taken_port" "${node_flags[@]}" \
+            ${draft_flags[@]+"${draft_flags[@]}"}
     done
     for ((i = 1; i < ${#ids[@]}; i++)); do
         [[ ${ids[i]} == etcd ]] || wait_ready "$i"

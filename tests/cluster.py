@@ -156,8 +156,8 @@ class Cluster:
     def __init__(self, bin="build/test/bin", prefill=1, decode=1, kvstore=1, router_args=(),
                  prefill_args=(), decode_args=(), kvstore_args=(), args_of=None, env=None,
                  precision=None, kv_codec=None, attention=None, context_max=None, threads=None,
-                 kv_memory=None, donate=None, model=None, timeout_s=None, http_timeout_s=None,
-                 etcd=False):
+                 kv_memory=None, donate=None, model=None, draft_model=None, timeout_s=None,
+                 http_timeout_s=None, etcd=False):
         sanitized = "san-" in os.fspath(bin)
         self.timeout_s = timeout_s or (240 if sanitized else 60)
         self.http_timeout_s = http_timeout_s or (300 if sanitized else 60)
@@ -170,8 +170,8 @@ class Cluster:
         for option, value in (("--precision", precision), ("--kv-codec", kv_codec),
                               ("--attention", attention), ("--context-max", context_max),
                               ("--threads", threads), ("--kv-memory", kv_memory),
-                              ("--donate", donate),
-                              ("--model", model)):
+                              ("--donate", donate), ("--model", model),
+                              ("--draft-model", draft_model)):
             if value is not None:
                 self.command += [option, str(value)]
         if etcd:

@@ -87,6 +87,9 @@ struct td_gguf {
     char *tensor_name_bytes; /* owned; the tensors' names */
     td_gguf_names_t tensor_names;
     uint32_t alignment; /* bytes */
+    uint32_t version;
+    size_t keys_pos; /* of the first key, */
+    size_t keys_end; /* and behind the last one's value */
 };
 
 /* What is being read, for log lines. */
@@ -483,7 +486,10 @@ static td_status_t read_file(reader_t *rd, td_gguf_t *gguf)
     TD_TRY(
         read_count(rd, "tensor count", TD_GGUF_TENSORS_MAX, GGUF_TENSOR_BYTES_MIN, &tensor_count));
     TD_TRY(read_count(rd, "key count", TD_GGUF_KEYS_MAX, GGUF_KEY_BYTES_MIN, &kv_count));
+    gguf->version = version;
+    gguf->keys_pos = rd->buf.pos;
     TD_TRY(read_kvs(rd, gguf, kv_count));
+    gguf->keys_end = rd->buf.pos;
     TD_TRY(read_alignment(rd, gguf));
     return read_tensors(rd, gguf, tensor_count);
 }
@@ -605,6 +611,31 @@ static const gguf_kv_t *kv_find(const td_gguf_t *gguf, const char *key)
     uint32_t idx = td_gguf_names_find(&gguf->kv_names, (const uint8_t *)key, strlen(key));
 
     return idx == TD_GGUF_NAMES_NONE ? NULL : &gguf->kvs[idx];
+}
+
+void td_gguf_raw(const td_gguf_t *gguf, td_gguf_raw_t *out)
+{
+    *out = (td_gguf_raw_t){.keys = gguf->bytes + gguf->keys_pos,
+                           .keys_len = gguf->keys_end - gguf->keys_pos,
+                           .key_count = gguf->kv_count,
+                           .version = gguf->version,
+                           .alignment = gguf->alignment};
+}
+
+td_status_t td_gguf_raw_number(const td_gguf_t *gguf, const char *key, const uint8_t **at_out,
+                               size_t *len_out)
+{
+    const gguf_kv_t *kv = kv_find(gguf, key);
+
+    if (kv == NULL) {
+        return TD_ERR_NOT_FOUND;
+    }
+    if (value_bytes[kv->type] == 0) {
+        return TD_ERR_INVALID;
+    }
+    *at_out = gguf->bytes + kv->value_pos;
+    *len_out = value_bytes[kv->type];
+    return TD_OK;
 }
 
 /* A value of another type or range than its user needs: as malformed as a bad byte. */

@@ -16,12 +16,12 @@
 #define TD_GGUF_DIMS_MAX 4
 
 typedef enum td_gguf_type { /* tensor element types, the file's numbers */
-    TD_GGUF_F32 = 0,
-    TD_GGUF_F16 = 1,
-    TD_GGUF_Q4_0 = 2,
-    TD_GGUF_Q4_1 = 3,
-    TD_GGUF_Q8_0 = 8,
-    TD_GGUF_BF16 = 30
+                            TD_GGUF_F32 = 0,
+                            TD_GGUF_F16 = 1,
+                            TD_GGUF_Q4_0 = 2,
+                            TD_GGUF_Q4_1 = 3,
+                            TD_GGUF_Q8_0 = 8,
+                            TD_GGUF_BF16 = 30
 } td_gguf_type_t;
 
 typedef struct td_gguf_tensor {
@@ -66,6 +66,20 @@ TD_MUST_CHECK td_status_t td_gguf_get_array_str(const td_gguf_t *gguf, const cha
                                                 size_t *len_out);
 TD_MUST_CHECK td_status_t td_gguf_get_array_i32(const td_gguf_t *gguf, const char *key,
                                                 uint32_t idx, int32_t *out);
+/** A file's keys as they stand in it, for who writes them again. */
+typedef struct td_gguf_raw {
+    const uint8_t *keys; /* borrowed: all keys with their values, from the first */
+    size_t keys_len;     /* bytes */
+    uint32_t key_count;
+    uint32_t version;
+    uint32_t alignment; /* of tensors, bytes */
+} td_gguf_raw_t;
+void td_gguf_raw(const td_gguf_t *gguf, td_gguf_raw_t *out);
+/** Lends the bytes of a number, inside raw keys. Errors: TD_ERR_NOT_FOUND, TD_ERR_INVALID (no
+ * number).
+ */
+TD_MUST_CHECK td_status_t td_gguf_raw_number(const td_gguf_t *gguf, const char *key,
+                                             const uint8_t **at_out, size_t *len_out);
 /** BLAKE2b-256 over the whole file: the model fingerprint of block roots (I8).
  * Cost: one read of the file, about 1 GB/s. Shape: out [32]. */
 void td_gguf_fingerprint(const td_gguf_t *gguf, uint8_t out[32]);

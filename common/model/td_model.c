@@ -255,9 +255,9 @@ static void report_layer(const td_model_t *m, uint32_t layer)
 {
     const td_model_pass_t *p = &m->pass;
     uint32_t end = layer + 1;
-    uint32_t step = p->layers_step == 0 ? m->info.kv.layers : p->layers_step;
+    uint32_t step = p->layers_step == 0 ? p->layers : p->layers_step;
 
-    if (p->on_layers != NULL && (end % step == 0 || end == m->info.kv.layers)) {
+    if (p->on_layers != NULL && (end % step == 0 || end == p->layers)) {
         p->on_layers(p->ctx, layer / step * step, end);
     }
 }
@@ -390,7 +390,7 @@ static void forward_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count
     };
 
     embed_rows(&w);
-    for (uint32_t layer = 0; layer < m->info.kv.layers; layer++) {
+    for (uint32_t layer = 0; layer < m->pass.layers; layer++) {
         attention_block(&w, layer);
         feed_forward_block(&w, layer);
     }
@@ -535,25 +535,44 @@ static void plan_pass(td_model_t *m)
     }
 }
 
-td_status_t td_model_forward(td_model_t *model, uint8_t *pool_bytes, const td_model_row_t *rows,
-                             uint32_t row_count, uint32_t layers_step, td_model_layers_fn on_layers,
-                             void *ctx, const float **logits_out)
+/* Of the pass only what differs from pass to pass, without the plan. */
+static td_status_t forward(td_model_t *model, const td_model_pass_t *pass, const float **logits_out)
 {
-    TD_ASSERT(model != NULL && pool_bytes != NULL && rows != NULL && logits_out != NULL);
-    TD_TRY(check_rows(model, rows, row_count));
-    model->pass = (td_model_pass_t){
-        .pool = pool_bytes,
-        .rows = rows,
-        .row_count = row_count,
-        .layers_step = layers_step,
-        .on_layers = on_layers,
-        .ctx = ctx,
-    };
+    TD_ASSERT(model != NULL && pass->pool != NULL && pass->rows != NULL && logits_out != NULL);
+    TD_TRY(check_rows(model, pass->rows, pass->row_count));
+    model->pass = *pass;
     plan_pass(model);
     atomic_store_explicit(&model->next_item[0], 0, memory_order_relaxed);
     td_threads_run(model->threads, forward_thread, model);
     *logits_out = model->logits;
     return TD_OK;
+}
+
+td_status_t td_model_forward(td_model_t *model, uint8_t *pool_bytes, const td_model_row_t *rows,
+                             uint32_t row_count, uint32_t layers_step, td_model_layers_fn on_layers,
+                             void *ctx, const float **logits_out)
+{
+    const td_model_pass_t pass = {
+        .pool = pool_bytes,
+        .rows = rows,
+        .row_count = row_count,
+        .layers = model->info.kv.layers,
+        .layers_step = layers_step,
+        .on_layers = on_layers,
+        .ctx = ctx,
+    };
+    return forward(model, &pass, logits_out);
+}
+
+td_status_t td_model_forward_first(td_model_t *model, uint32_t layers, uint8_t *pool_bytes,
+                                   const td_model_row_t *rows, uint32_t row_count,
+                                   const float **logits_out)
+{
+    const td_model_pass_t pass = {
+        .pool = pool_bytes, .rows = rows, .row_count = row_count, .layers = layers};
+
+    TD_ASSERT(layers > 0 && layers <= model->info.kv.layers);
+    return forward(model, &pass, logits_out);
 }
 
 static void attention_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count)

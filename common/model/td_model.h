@@ -95,3 +95,9 @@ TD_MUST_CHECK td_status_t td_model_forward(td_model_t *model, uint8_t *pool_byte
                                            const td_model_row_t *rows, uint32_t row_count,
                                            uint32_t layers_step, td_model_layers_fn on_layers,
                                            void *ctx, const float **logits_out);
+/** The same pass through the first `layers` layers only: writes KV of those, with the bits of a
+ * whole pass, and takes logits from there (output norm and head). 1 <= layers <= the model's. Cost:
+ * in proportion to the layers, and the head. */
+TD_MUST_CHECK td_status_t td_model_forward_first(td_model_t *model, uint32_t layers,
+                                                 uint8_t *pool_bytes, const td_model_row_t *rows,
+                                                 uint32_t row_count, const float **logits_out);

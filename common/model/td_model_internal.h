@@ -49,6 +49,7 @@ typedef struct td_model_pass {
     bool split;     /* items are spans, whose parts are merged afterwards */
     bool alone; /* no sequence has two segments, none is split or cut: items write their own KV */
     uint32_t logit_count;
+    uint32_t layers; /* that it runs, from the first */
     uint32_t layers_step;
     td_model_layers_fn on_layers;
     void *ctx;

@@ -8,29 +8,39 @@
 #include "common/base/td_log.h"
 #include "common/node/td_peers.h"
 
-static td_status_t open_model(td_node_t *n, const td_node_setup_t *setup)
+td_status_t td_node_model_options(const td_node_t *n, td_model_options_t *out)
 {
     const td_config_t *c = n->proc.config;
-    const char *path = td_config_text(c, "model");
     td_model_options_t options = {
         .threads = (uint32_t)td_config_u64(c, "threads"),
-        .rows_max = setup->rows_max,
-        .logit_rows_max = setup->logit_rows_max,
-        .context_max = (uint32_t)td_config_u64(c, "context-max"),
         .block_tokens = (uint32_t)td_config_u64(c, "block-tokens"),
-        .attention = td_config_text(c, "attention"),
     };
 
-    if (path == NULL || td_config_text(c, "router") == NULL) {
-        TD_LOG_ERROR("option missing", "expected=\"--model FILE and --router ENDPOINT\"");
-        return TD_ERR_INVALID;
-    }
     if (options.threads == 0) {
         long cpus = sysconf(_SC_NPROCESSORS_ONLN);
         options.threads = cpus > 0 ? (uint32_t)TD_MIN(cpus, (long)TD_NODE_THREADS_MAX) : 1;
     }
     TD_TRY(td_precision_parse(td_config_text(c, "precision"), &options.precision));
     TD_TRY(td_kv_codec_parse(td_config_text(c, "kv-codec"), &options.kv_codec));
+    *out = options;
+    return TD_OK;
+}
+
+static td_status_t open_model(td_node_t *n, const td_node_setup_t *setup)
+{
+    const td_config_t *c = n->proc.config;
+    const char *path = td_config_text(c, "model");
+    td_model_options_t options;
+
+    if (path == NULL || td_config_text(c, "router") == NULL) {
+        TD_LOG_ERROR("option missing", "expected=\"--model FILE and --router ENDPOINT\"");
+        return TD_ERR_INVALID;
+    }
+    TD_TRY(td_node_model_options(n, &options));
+    options.rows_max = setup->rows_max;
+    options.logit_rows_max = setup->logit_rows_max;
+    options.context_max = (uint32_t)td_config_u64(c, "context-max");
+    options.attention = td_config_text(c, "attention");
     TD_TRY(td_gguf_open(path, &n->gguf));
     TD_TRY(td_tokenizer_create(n->gguf, &n->tokenizer));
     TD_TRY(td_model_load(n->gguf, &options, &n->model));
@@ -182,6 +192,9 @@ td_status_t td_node_open(td_node_t *n, const td_node_setup_t *setup)
     declare_metrics(n, setup);
     TD_TRY(open_model(n, setup));
     TD_TRY(open_pool(n, setup));
+    if (setup->open_more != NULL) {
+        TD_TRY(setup->open_more(setup->events.ctx));
+    }
     TD_TRY(td_worker_create(&n->worker));
     TD_TRY(td_proc_open(&n->proc, true));
     TD_TRY(open_membership(n));
@@ -216,17 +229,23 @@ void td_node_close(td_node_t *n)
     td_proc_fini(&n->proc);
 }
 
-void td_node_root(const td_node_t *n, const void *salt, size_t salt_len, td_block_root_t *out)
+void td_node_root_of(const td_node_t *n, const td_model_info_t *info, const void *salt,
+                     size_t salt_len, td_block_root_t *out)
 {
-    td_block_root_fields_t fields = {.fingerprint = n->info->fingerprint,
-                                     .numerics_class = n->info->numerics_class,
+    td_block_root_fields_t fields = {.fingerprint = info->fingerprint,
+                                     .numerics_class = info->numerics_class,
                                      .layout_version = TD_KV_LAYOUT_VERSION,
-                                     .codec = td_kv_codec_name(n->info->kv.codec),
-                                     .block_tokens = n->info->kv.block_tokens,
+                                     .codec = td_kv_codec_name(info->kv.codec),
+                                     .block_tokens = info->kv.block_tokens,
                                      .adapter = "",
                                      .salt = salt_len == 0 ? "" : salt,
                                      .salt_len = salt_len};
     td_block_root_make(n->proc.secret, &fields, out);
+}
+
+void td_node_root(const td_node_t *n, const void *salt, size_t salt_len, td_block_root_t *out)
+{
+    td_node_root_of(n, n->info, salt, salt_len, out);
 }
 
 const td_kv_layout_t *td_node_layout(const td_node_t *n)

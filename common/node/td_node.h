@@ -100,6 +100,9 @@ typedef struct td_node_setup {
     uint32_t logit_rows_max;
     uint64_t kv_bytes;
     td_member_events_t events;
+    /* Opens what the node has besides, once model and pool are there and before anybody knows of
+     * it; NULL: nothing. It is given events.ctx. */
+    td_status_t (*open_more)(void *ctx);
 } td_node_setup_t;
 
 /** Opens everything after td_proc_init() has filled node->proc; reports the KV size in the log.
@@ -108,8 +111,13 @@ TD_MUST_CHECK td_status_t td_node_open(td_node_t *node, const td_node_setup_t *s
 /** Stops the threads that could still touch the pool; call before the node's own state goes. */
 void td_node_stop(td_node_t *node);
 void td_node_close(td_node_t *node);
+/** The node's own options of a model, without rows and attention. Errors: TD_ERR_INVALID. */
+TD_MUST_CHECK td_status_t td_node_model_options(const td_node_t *node, td_model_options_t *out);
 /** Root of block keys for a tenant's salt. */
 void td_node_root(const td_node_t *node, const void *salt, size_t salt_len, td_block_root_t *out);
+/** The same for the blocks of another model that the node has loaded. */
+void td_node_root_of(const td_node_t *node, const td_model_info_t *info, const void *salt,
+                     size_t salt_len, td_block_root_t *out);
 const td_kv_layout_t *td_node_layout(const td_node_t *node);
 const td_attention_mask_t *td_node_mask(const td_node_t *node);
 /** The key that a block's index entry names as the one it follows (td_pool_index_after()). Under a

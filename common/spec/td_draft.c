@@ -11,6 +11,8 @@ static const struct {
 } drafters[TD_DRAFTER_KINDS] = {
     [TD_DRAFTER_NONE] = {"none", NULL},
     [TD_DRAFTER_PROMPT_LOOKUP] = {"prompt_lookup", &td_draft_lookup_ops},
+    [TD_DRAFTER_DRAFT_MODEL] = {"draft_model", NULL},
+    [TD_DRAFTER_EARLY_EXIT] = {"early_exit", NULL},
 };
 
 const char *td_drafter_name(td_drafter_t drafter)

@@ -16,11 +16,13 @@
 
 typedef enum td_drafter {
     TD_DRAFTER_NONE = 0,
-    TD_DRAFTER_PROMPT_LOOKUP,
+    TD_DRAFTER_PROMPT_LOOKUP = 1,
+    TD_DRAFTER_DRAFT_MODEL = 2, /* passes of a second, smaller model: the decode node's own */
+    TD_DRAFTER_EARLY_EXIT = 3,  /* passes of the model's first layers: as well */
     TD_DRAFTER_KINDS
 } td_drafter_t;
 
-#define TD_DRAFTER_NAMES "none, prompt_lookup"
+#define TD_DRAFTER_NAMES "none, prompt_lookup, draft_model, early_exit"
 /** "none", "prompt_lookup", ... */
 const char *td_drafter_name(td_drafter_t drafter);
 /** Errors: TD_ERR_INVALID. */
@@ -35,7 +37,8 @@ typedef struct td_draft_config {
     uint32_t prediction_tokens;
 } td_draft_config_t;
 
-/** Errors: TD_ERR_INVALID (a drafter that needs none of this), TD_ERR_NO_MEMORY.
+/** Errors: TD_ERR_INVALID (a drafter that needs none of this, or passes of a model),
+ *         TD_ERR_NO_MEMORY.
  * Owner:  the caller ends it with td_draft_destroy(). */
 TD_MUST_CHECK td_status_t td_draft_create(td_drafter_t drafter, const td_draft_config_t *config,
                                           td_draft_t **out);

@@ -6,6 +6,7 @@
 
 #define ROW_COST_PRIOR 0.25 /* of one row's step, for each further row */
 #define COST_MEMORY 0.9     /* of the old mean */
+#define COST_FADES 0.999    /* half in some 700 steps */
 #define HITS_MEMORY 0.9     /* of what was before, for each step that tried */
 #define PRIOR_TRIALS 2.0    /* what the prior counts for */
 #define PASS_MEMORY 0.97    /* some 30 steps, and a choice is tried again */
@@ -62,6 +63,13 @@ double td_step_cost_ns(const td_step_cost_t *c, uint32_t rows)
     return c->ns[below] * (1 + ROW_COST_PRIOR * (at - 1.0)) / (1 + ROW_COST_PRIOR * (below - 1.0));
 }
 
+void td_step_cost_forget(td_step_cost_t *c)
+{
+    for (uint32_t i = 0; i <= TD_STEP_COST_ROWS_MAX; i++) {
+        c->ns[i] *= COST_FADES;
+    }
+}
+
 /* --- what drafts give ------------------------------------------------------------------------- */
 
 void td_acceptance_init(td_acceptance_t *a, double prior)
@@ -88,38 +96,50 @@ double td_acceptance_rate(const td_acceptance_t *a)
 
 /* --- the plan --------------------------------------------------------------------------------- */
 
+/* The offer of which one draft more gives the most tokens in the step's time, and that ratio. */
+static td_spec_offer_t *best_offer(td_spec_offer_t *offers, uint32_t count, double tokens,
+                                   double ns, double *ratio_out)
+{
+    td_spec_offer_t *best = NULL;
+
+    for (uint32_t i = 0; i < count; i++) {
+        td_spec_offer_t *o = &offers[i];
+        const double more =
+            td_spec_expected_tokens(o->alpha, o->k + 1) - td_spec_expected_tokens(o->alpha, o->k);
+        const double ratio = (tokens + more) / (ns + o->draft_ns);
+        if (o->k < o->proposed && (best == NULL || ratio > *ratio_out)) {
+            *ratio_out = ratio;
+            best = o;
+        }
+    }
+    return best;
+}
+
 void td_spec_plan(const td_step_cost_t *cost, td_spec_offer_t *offers, uint32_t count,
                   uint32_t other_rows, uint32_t rows_max)
 {
     uint32_t rows = other_rows + count;
     double tokens = count;
-    bool rises = true;
+    double draft_ns = 0;
 
     for (uint32_t i = 0; i < count; i++) {
         td_spec_offer_t *o = &offers[i];
         o->k = rows < rows_max ? TD_MIN(o->k_min, rows_max - rows) : 0;
         rows += o->k;
         tokens += td_spec_expected_tokens(o->alpha, o->k) - 1;
+        draft_ns += o->k * o->draft_ns;
     }
-    while (rises && rows < rows_max) {
-        td_spec_offer_t *best = NULL;
-        double most = 0;
-        for (uint32_t i = 0; i < count; i++) {
-            td_spec_offer_t *o = &offers[i];
-            const double gain = o->k < o->proposed ? td_spec_expected_tokens(o->alpha, o->k + 1) -
-                                                         td_spec_expected_tokens(o->alpha, o->k)
-                                                   : 0;
-            if (gain > most) {
-                most = gain;
-                best = o;
-            }
+    while (rows < rows_max) {
+        double ratio = 0;
+        td_spec_offer_t *best =
+            best_offer(offers, count, tokens, td_step_cost_ns(cost, rows + 1) + draft_ns, &ratio);
+        if (best == NULL || ratio * (td_step_cost_ns(cost, rows) + draft_ns) <= tokens) {
+            return;
         }
-        rises = best != NULL && (tokens + most) * td_step_cost_ns(cost, rows) >
-                                    tokens * td_step_cost_ns(cost, rows + 1);
-        if (rises) {
-            best->k++;
-            rows++;
-            tokens += most;
-        }
+        tokens += td_spec_expected_tokens(best->alpha, best->k + 1) -
+                  td_spec_expected_tokens(best->alpha, best->k);
+        draft_ns += best->draft_ns;
+        best->k++;
+        rows++;
     }
 }

@@ -22,6 +22,9 @@ typedef struct td_step_cost {
 void td_step_cost_observe(td_step_cost_t *cost, uint32_t rows, uint64_t ns);
 /** Units: ns, in proportion only as long as nothing was measured. rows > 0. */
 double td_step_cost_ns(const td_step_cost_t *cost, uint32_t rows);
+/** A step in which nothing was measured because it seemed too dear: what is known counts a little
+ * less, so that what one odd measurement has put off is tried again. */
+void td_step_cost_forget(td_step_cost_t *cost);
 
 /** How often a choice's drafts are accepted. Starts with a prior, forgets what is long past, and
  * when nothing is tried comes back to the prior: a text that can't be guessed now can be later. */
@@ -43,11 +46,13 @@ typedef struct td_spec_offer {
     double alpha;      /* probability that a draft is accepted when those before it were */
     uint32_t proposed; /* drafts there are */
     uint32_t k_min;    /* verified whatever it costs; <= proposed */
+    double draft_ns;   /* to draft one of them; 0: they are there, or it is not known yet */
     uint32_t k;        /* out */
 } td_spec_offer_t;
 
-/** Chooses every k so that the step gives the most tokens in its time: draft after draft, the
- * likeliest first, for as long as the ratio rises and rows are left.
- * Shape: offers [count], a row each besides their drafts; other_rows: rows that give no tokens. */
+/** Chooses every k so that the step gives the most tokens in its time, drafting and verifying:
+ * draft after draft, the one that pays most first, for as long as the ratio rises and rows are
+ * left. Shape: offers [count], a row each besides their drafts; other_rows: rows that give no
+ * tokens. */
 void td_spec_plan(const td_step_cost_t *cost, td_spec_offer_t *offers, uint32_t count,
                   uint32_t other_rows, uint32_t rows_max);

@@ -33,6 +33,8 @@ static void test_drafters_have_names(void **state)
     assert_int_equal(td_drafter_parse("oracle", &drafter), TD_ERR_INVALID);
     assert_string_equal(td_drafter_name(TD_DRAFTER_KINDS), "unknown");
     assert_int_equal(td_draft_create(TD_DRAFTER_NONE, &config, &draft), TD_ERR_INVALID);
+    assert_int_equal(td_draft_create(TD_DRAFTER_DRAFT_MODEL, &config, &draft), TD_ERR_INVALID);
+    assert_int_equal(td_draft_create(TD_DRAFTER_EARLY_EXIT, &config, &draft), TD_ERR_INVALID);
     assert_int_equal(td_draft_create(TD_DRAFTER_KINDS, &config, &draft), TD_ERR_INVALID);
 }
 

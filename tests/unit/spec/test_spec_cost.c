@@ -112,6 +112,50 @@ static void test_spec_plan_takes_what_pays(void **state)
     assert_true(batch[0].k > batch[1].k);
 }
 
+/* A step costs 1 ms, and a row more next to nothing: what drafting takes decides. */
+static void test_spec_plan_counts_drafting(void **state)
+{
+    td_step_cost_t cost;
+    td_spec_offer_t one = {.alpha = 0.7, .proposed = 8};
+    td_spec_offer_t two[2];
+    uint32_t free_k = 0;
+    (void)state;
+
+    measure(&cost, 0.01);
+    td_spec_plan(&cost, &one, 1, 0, 64);
+    free_k = one.k;
+    one.draft_ns = 2e5; /* a fifth of a step */
+    td_spec_plan(&cost, &one, 1, 0, 64);
+    assert_in_range(one.k, 1, free_k - 1);
+    one.draft_ns = 8e5; /* more than it is expected to save */
+    td_spec_plan(&cost, &one, 1, 0, 64);
+    assert_int_equal(one.k, 0);
+    one.k_min = 2; /* asked for */
+    td_spec_plan(&cost, &one, 1, 0, 64);
+    assert_int_equal(one.k, 2);
+    /* Drafts that are there come before likelier ones that are yet to be made. */
+    two[0] = (td_spec_offer_t){.alpha = 0.7, .proposed = 8, .draft_ns = 8e5};
+    two[1] = (td_spec_offer_t){.alpha = 0.6, .proposed = 8};
+    td_spec_plan(&cost, two, 2, 0, 64);
+    assert_int_equal(two[0].k, 0);
+    assert_true(two[1].k > 0);
+}
+
+/* What seemed too dear is tried again. */
+static void test_step_cost_is_forgotten(void **state)
+{
+    td_step_cost_t cost = {0};
+    (void)state;
+
+    td_step_cost_observe(&cost, 2, 1000000);
+    td_step_cost_forget(&cost);
+    assert_in_range(td_step_cost_ns(&cost, 2), 990000, 999999);
+    for (uint32_t i = 0; i < 1000; i++) {
+        td_step_cost_forget(&cost);
+    }
+    assert_true(td_step_cost_ns(&cost, 2) < 500000 && td_step_cost_ns(&cost, 2) > 0);
+}
+
 /* The plan against every other choice of both k. */
 static void test_spec_plan_is_the_best(void **state)
 {
@@ -119,17 +163,19 @@ static void test_spec_plan_is_the_best(void **state)
     (void)state;
 
     for (uint32_t round = 0; round < 50; round++) {
-        td_spec_offer_t o[2] = {{.alpha = (round % 10) / 10.0 + 0.05, .proposed = 6},
-                                {.alpha = (round % 7) / 7.0 + 0.1, .proposed = 4}};
+        td_spec_offer_t o[2] = {
+            {.alpha = (round % 10) / 10.0 + 0.05, .proposed = 6},
+            {.alpha = (round % 7) / 7.0 + 0.1, .proposed = 4, .draft_ns = round % 4 * 1e5}};
         double best = 0;
         double got = 0;
         measure(&cost, 0.04 * (round % 8 + 1));
         td_spec_plan(&cost, o, 2, round % 3, 64);
         for (uint32_t a = 0; a <= 6; a++) {
             for (uint32_t b = 0; b <= 4; b++) {
-                const double ratio = (td_spec_expected_tokens(o[0].alpha, a) +
-                                      td_spec_expected_tokens(o[1].alpha, b)) /
-                                     td_step_cost_ns(&cost, 2 + a + b + round % 3);
+                const double ratio =
+                    (td_spec_expected_tokens(o[0].alpha, a) +
+                     td_spec_expected_tokens(o[1].alpha, b)) /
+                    (td_step_cost_ns(&cost, 2 + a + b + round % 3) + b * o[1].draft_ns);
                 best = ratio > best ? ratio : best;
                 got = a == o[0].k && b == o[1].k ? ratio : got;
             }
@@ -145,6 +191,8 @@ int main(void)
         cmocka_unit_test(test_step_cost_is_measured_between_and_beyond),
         cmocka_unit_test(test_acceptance_learns_forgets_and_tries_again),
         cmocka_unit_test(test_spec_plan_takes_what_pays),
+        cmocka_unit_test(test_spec_plan_counts_drafting),
+        cmocka_unit_test(test_step_cost_is_forgotten),
         cmocka_unit_test(test_spec_plan_is_the_best),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,0 +1,185 @@
+/* Drafting with passes of a model: which drafter a choice has, and the passes themselves. */
+#include "decode_node/dcn_draft.h"
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+#include "decode_node/dcn_node.h"
+
+/* --- the loop's thread ------------------------------------------------------------------------ */
+
+dcn_drafter_t *dcn_draft_of(dcn_node_t *d, const dcn_choice_t *c)
+{
+    dcn_drafter_t *drafter = NULL;
+
+    if (c->drafter == TD_DRAFTER_DRAFT_MODEL) {
+        drafter = &d->draft_passes;
+    } else if (c->drafter == TD_DRAFTER_EARLY_EXIT) {
+        drafter = &d->exit_passes;
+    }
+    return drafter == NULL || drafter->model == NULL ? NULL : drafter;
+}
+
+uint32_t dcn_draft_offer(dcn_node_t *d, const dcn_choice_t *c, uint32_t k)
+{
+    if (dcn_draft_of(d, c) == NULL) {
+        return 0;
+    }
+    return c->drafter == TD_DRAFTER_DRAFT_MODEL ? dcn_draft_model_offer(d, c, k) : k;
+}
+
+void dcn_draft_begin(dcn_node_t *d)
+{
+    dcn_drafter_t *const drafters[] = {&d->draft_passes, &d->exit_passes};
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(drafters); i++) {
+        drafters[i]->job_count = 0;
+        drafters[i]->row_count = 0;
+        drafters[i]->fill_rows = 0;
+    }
+}
+
+void dcn_draft_prepare(dcn_node_t *d, dcn_part_t *part)
+{
+    const dcn_choice_t *c = part->choice;
+
+    if (part->drafts > 0 && c->drafter == TD_DRAFTER_DRAFT_MODEL) {
+        dcn_draft_model_prepare(d, part);
+    } else if (part->drafts > 0 && c->drafter == TD_DRAFTER_EARLY_EXIT) {
+        dcn_draft_exit_prepare(d, part);
+    }
+}
+
+dcn_draft_job_t *dcn_draft_add_job(dcn_drafter_t *p, dcn_part_t *part, uint32_t rows)
+{
+    dcn_draft_job_t *job = NULL;
+
+    if (p->job_count == DCN_DRAFT_JOBS_MAX || rows > p->rows_max - p->row_count) {
+        return NULL;
+    }
+    job = &p->jobs[p->job_count++];
+    *job = (dcn_draft_job_t){.part = part};
+    part->job = job;
+    p->row_count += rows;
+    return job;
+}
+
+void dcn_draft_settle(dcn_node_t *d, const dcn_part_t *part)
+{
+    if (part->job != NULL && part->choice->drafter == TD_DRAFTER_DRAFT_MODEL) {
+        dcn_draft_model_settle(d, part->job);
+    }
+}
+
+/* --- the worker's thread ---------------------------------------------------------------------- */
+
+/* Rows of a job in a pass: the context's first, then the draft of the pass before. */
+static uint32_t add_rows(const dcn_draft_job_t *job, uint32_t pass, td_model_row_t *rows)
+{
+    const dcn_choice_t *c = job->part->choice;
+    uint32_t count = 0;
+
+    if (!job->goes_on) {
+        return 0;
+    }
+    if (pass > 0) {
+        rows[0] = (td_model_row_t){.token = c->drafts[pass - 1],
+                                   .position = job->end + pass - 1,
+                                   .blocks = job->blocks,
+                                   .want_logits = true};
+        return 1;
+    }
+    for (uint32_t at = job->from; at < job->end; at++) {
+        rows[count++] = (td_model_row_t){.token = dcn_choice_token(c, at),
+                                         .position = at,
+                                         .blocks = job->blocks,
+                                         .want_logits = job->k > 0 && at + 1 == job->end};
+    }
+    return count;
+}
+
+/* The token that the choice's own noise picks from the drafter's logits: what it would pick from
+ * the model's, as far as the two agree. Penalties are those before the drafts; the sampler stays as
+ * it is. A token that the drafter itself finds unlikely ends the draft. */
+static void pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
+{
+    dcn_choice_t *c = job->part->choice;
+    const td_msg_work_t *w = &c->ticket->work;
+    const uint32_t position = job->end + job->count;
+    const bool ban = position - w->prompt_tokens < w->min_tokens;
+    td_sampled_t picked;
+
+    job->goes_on = false;
+    if (td_sampler_pick(c->sampler, logits, position, d->node.stop_ids,
+                        ban ? d->node.stop_count : 0, true, 0, &picked) != TD_OK ||
+        picked.logprob < d->draft_logprob_min) {
+        return;
+    }
+    c->drafts[job->count++] = picked.token;
+    job->goes_on = job->count < job->k;
+}
+
+static td_status_t pass_of(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass, uint32_t *rows_out)
+{
+    const float *logits = NULL;
+    uint32_t rows = 0;
+
+    for (uint32_t i = 0; i < p->job_count; i++) {
+        rows += add_rows(&p->jobs[i], pass, d->draft_rows + rows);
+    }
+    *rows_out = rows;
+    if (rows == 0) {
+        return TD_OK;
+    }
+    TD_TRY(
+        td_model_forward_first(p->model, p->layers, p->pool_bytes, d->draft_rows, rows, &logits));
+    for (uint32_t i = 0; i < p->job_count; i++) {
+        dcn_draft_job_t *job = &p->jobs[i];
+        if (!job->goes_on) {
+            continue;
+        }
+        job->written = job->end + pass;
+        if (job->k == 0) {
+            job->goes_on = false;
+            continue;
+        }
+        pick(d, job, logits);
+        logits += td_model_info(p->model)->vocab_size;
+    }
+    return TD_OK;
+}
+
+static void run(dcn_node_t *d, dcn_drafter_t *p)
+{
+    td_status_t status = TD_OK;
+    uint32_t rows = 1;
+
+    for (uint32_t i = 0; i < p->job_count; i++) {
+        p->jobs[i].goes_on = true;
+        p->jobs[i].written = p->jobs[i].from;
+    }
+    for (uint32_t pass = 0; status == TD_OK && rows > 0; pass++) {
+        const uint64_t started_ns = td_now_ns();
+        status = pass_of(d, p, pass, &rows);
+        if (status != TD_OK) { /* the step goes on with the drafts that there are */
+            TD_LOG_ERROR("drafting failed", "status=%s rows=%u", td_status_name(status), rows);
+        } else if (rows > 0) {
+            td_step_cost_observe(&p->cost, rows, td_now_ns() - started_ns);
+        }
+    }
+    for (uint32_t i = 0; i < p->job_count; i++) {
+        p->jobs[i].part->drafts = p->jobs[i].count;
+    }
+}
+
+uint64_t dcn_draft_propose(dcn_node_t *d)
+{
+    const uint64_t started_ns = td_now_ns();
+
+    if (d->draft_passes.job_count + d->exit_passes.job_count == 0) {
+        return 0;
+    }
+    run(d, &d->draft_passes);
+    run(d, &d->exit_passes);
+    return td_now_ns() - started_ns;
+}

@@ -1,0 +1,116 @@
+/* dcn_draft.h - drafters that need passes of a model: a draft model (dcn_draft_model.c) or the
+ * first layers of the model itself (dcn_draft_exit.c). All choices of a step that use one draft
+ * together, token by token, a row for each, in the worker's thread before the pass that verifies
+ * them.
+ *
+ * The loop plans how many drafts each choice gets and makes a job of it, with blocks for the rows;
+ * the worker runs the jobs (dcn_draft.c) and leaves the tokens in the choice; the loop takes note
+ * of what was accepted. Design: decode_node/DESIGN.md, "Drafters that need passes".
+ * Threads: loop, but dcn_draft_propose(): worker, during a step. Nothing allocates in a step. */
+#pragma once
+
+#include "common/kv/td_seq.h"
+#include "common/model/td_gguf.h"
+#include "common/model/td_model.h"
+#include "common/spec/td_draft.h"
+#include "common/spec/td_spec_cost.h"
+
+#define DCN_DRAFT_JOBS_MAX 256u
+#define DCN_DRAFT_FILL_ROWS_MAX 64u /* rows of a step that catch up with contexts */
+#define DCN_DRAFT_ROWS_MAX (DCN_DRAFT_JOBS_MAX + DCN_DRAFT_FILL_ROWS_MAX) /* of a pass */
+
+struct dcn_node;
+struct dcn_choice;
+struct dcn_part;
+
+/* What a drafter does for one choice in one step. */
+typedef struct dcn_draft_job {
+    struct dcn_part *part;
+    const uint32_t *blocks; /* borrowed: the table of its rows */
+    uint32_t from; /* positions [from, end) of the context are computed in the first pass */
+    uint32_t end;
+    uint32_t k;       /* drafts wanted; 0: the context only */
+    uint32_t count;   /* out: drafts made */
+    uint32_t written; /* out: positions whose KV is written, from the first, with those of drafts */
+    bool goes_on;     /* the worker's own: it has a row in the next pass */
+} dcn_draft_job_t;
+
+/* The passes of one drafter. */
+typedef struct dcn_drafter {
+    td_model_t *model;   /* borrowed; NULL: this node has none */
+    uint8_t *pool_bytes; /* borrowed: what blocks are indexes of */
+    uint32_t layers;     /* that it runs, from the first */
+    uint32_t rows_max;   /* of a pass */
+    td_step_cost_t cost; /* of a pass, with picking its tokens */
+    dcn_draft_job_t jobs[DCN_DRAFT_JOBS_MAX];
+    uint32_t job_count;
+    uint32_t row_count; /* of the first pass */
+    uint32_t fill_rows; /* of them, those that catch up */
+} dcn_drafter_t;
+
+/* The draft model and its KV, which never leaves the node. */
+typedef struct dcn_draft_model {
+    td_gguf_t *gguf;   /* owned */
+    td_model_t *model; /* owned; NULL: none */
+    const td_model_info_t *info;
+    uint8_t *bytes;  /* owned: the pool's */
+    td_pool_t *pool; /* owned */
+} dcn_draft_model_t;
+
+/* What a choice has in the draft model's pool. */
+typedef struct dcn_draft_kv {
+    td_seq_t seq;         /* owned; without a table where nothing is drafted */
+    uint32_t tokens;      /* positions whose KV is written, from the first */
+    bool begun;           /* it was promised blocks, and its prefix was looked for */
+    td_block_root_t root; /* of its keys */
+    td_block_key_t *keys; /* owned, [seq.block_cap]: of full blocks */
+    uint32_t key_count;
+    uint32_t indexed; /* leading blocks that are, or that others have indexed */
+} dcn_draft_kv_t;
+
+/* --- dcn_draft.c: what both share ------------------------------------------------------------- */
+
+static inline bool dcn_drafter_needs_passes(uint32_t drafter)
+{
+    return drafter == TD_DRAFTER_DRAFT_MODEL || drafter == TD_DRAFTER_EARLY_EXIT;
+}
+/** The passes of a choice's drafter; NULL: it needs none, or this node has no such model. */
+dcn_drafter_t *dcn_draft_of(struct dcn_node *dcn, const struct dcn_choice *choice);
+/** Up to how many of k tokens could be drafted, if its context was computed. */
+uint32_t dcn_draft_offer(struct dcn_node *dcn, const struct dcn_choice *choice, uint32_t k);
+/** Before a step's jobs. */
+void dcn_draft_begin(struct dcn_node *dcn);
+/** Makes the job of a part with drafts planned; leaves in it how many can be drafted. */
+void dcn_draft_prepare(struct dcn_node *dcn, struct dcn_part *part);
+/** Worker: drafts for every job; a part's drafts become those that were made. Answers how long that
+ * took. Units: ns. */
+uint64_t dcn_draft_propose(struct dcn_node *dcn);
+/** After the tokens of a part that goes on were taken, with its job as the worker has left it. */
+void dcn_draft_settle(struct dcn_node *dcn, const struct dcn_part *part);
+/** A job for the part; NULL: the step's passes are full. */
+dcn_draft_job_t *dcn_draft_add_job(dcn_drafter_t *drafter, struct dcn_part *part, uint32_t rows);
+
+/* --- dcn_draft_model.c ------------------------------------------------------------------------ */
+
+/** Loads --draft-model, if there is one, and takes the memory of its pool; node.gguf is open.
+ * Errors: TD_ERR_INVALID (another vocabulary, no memory for one block), and as td_gguf_open(),
+ * td_model_load(). */
+TD_MUST_CHECK td_status_t dcn_draft_model_open(struct dcn_node *dcn);
+void dcn_draft_model_close(struct dcn_node *dcn);
+/** The choice will draft. Errors: TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t dcn_draft_model_admit(struct dcn_node *dcn, struct dcn_choice *choice);
+uint32_t dcn_draft_model_offer(const struct dcn_node *dcn, const struct dcn_choice *choice,
+                               uint32_t k);
+void dcn_draft_model_prepare(struct dcn_node *dcn, struct dcn_part *part);
+/** The choice's KV ends where its context does; full blocks are kept for others. */
+void dcn_draft_model_settle(struct dcn_node *dcn, const dcn_draft_job_t *job);
+/** Gives the choice's blocks back; it may draft again. */
+void dcn_draft_model_release(struct dcn_choice *choice);
+void dcn_draft_model_leave(struct dcn_choice *choice);
+void dcn_draft_model_update_metrics(struct dcn_node *dcn);
+
+/* --- dcn_draft_exit.c ------------------------------------------------------------------------- */
+
+/** Layers as --early-exit-layers says. Errors: TD_ERR_INVALID (not fewer than the model has). */
+TD_MUST_CHECK td_status_t dcn_draft_exit_open(struct dcn_node *dcn);
+void dcn_draft_exit_prepare(struct dcn_node *dcn, struct dcn_part *part);

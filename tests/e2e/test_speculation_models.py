@@ -1,0 +1,295 @@
+"""Drafters that need passes of a model - a draft model, or the model's first layers - change how fast
+an answer comes, and not one token of it; and what they hold they give back."""
+import atexit
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from cluster import ROOT, Cluster, main, shared, test, wait_until
+
+MODEL = os.path.join(ROOT, "build", "models", "SmolLM2-135M-Instruct.Q4_1.gguf")
+TEXT = ("The harbour master wrote down every ship: the Anna, the Berta, the Clara and the Dora. "
+        "The Anna carried salt. The Berta carried coal. The Clara carried wine. The Dora carried tea. ")
+COPY = f"{TEXT}\nRepeat the text above, word for word:\n{TEXT[:60]}"
+FREE = "Tell me a story about a lighthouse."
+DRAFTERS = ["draft_model", "early_exit"]
+SAMPLINGS = [{"temperature": 0},
+             {"temperature": 0.8, "seed": 7},
+             {"temperature": 1.1, "seed": 8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+             {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.7,
+              "presence_penalty": 0.3},
+             {"temperature": 0.7, "seed": 9, "repetition_penalty": 1.1,
+              "logit_bias": {"253": -5, "260": 2}}]
+DRAFT_BLOCK_BYTES = 16 * 10 * 2 * 3 * 64 * 2  # of 10 layers, f16
+
+folder = tempfile.mkdtemp(prefix="tandem-draft-")
+atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def truncated(options, layers):
+    """A draft model: the model's first layers."""
+    path = os.path.join(folder, f"first-{layers}.gguf")
+    if not os.path.exists(path):
+        subprocess.run([os.path.join(options.bin, "tandem-truncate"), "--layers", str(layers), MODEL,
+                        path], check=True)
+    return path
+
+
+def cluster(options):
+    # Confidence 1 %: drafts are long, and many of them wrong.
+    return shared(options, router_args=["--allow-placement"], draft_model=truncated(options, 10),
+                  decode_args=["--draft-confidence", "1"])
+
+
+def ask(c, prompt, speculation, **more):
+    """Whole answer of one request; everything that must not depend on speculation."""
+    parameters = {"max_tokens": 24, "ignore_eos": True, "logprobs": 3, **more}
+    reply = c.complete(prompt, speculation=speculation, **parameters)
+    usage = dict(reply.usage)
+    details = usage.pop("completion_tokens_details")
+    return ([(choice["text"], choice["finish_reason"], choice["logprobs"])
+             for choice in reply.choices], reply.json["tandem"]["logits_xxh"],
+            usage["completion_tokens"]), details
+
+
+def drafted(details):
+    return details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+
+
+def held(c):
+    """Blocks of both pools that somebody holds."""
+    metrics = c.metrics("decode-1")
+    return sum(metrics[f'tandem_decode_{pool}_blocks{{state="{state}"}}']
+               for pool in ("kv", "draft_kv") for state in ("reserved", "active"))
+
+
+def nothing_held(c):
+    wait_until(lambda: held(c) == 0, 10, "nothing held")
+
+
+def run_together(jobs, run):
+    wrong = []
+
+    def one(job):
+        try:
+            run(*job)
+        except Exception as error:  # shown by the test's own thread
+            wrong.append((job, repr(error)[:2000]))
+
+    threads = [threading.Thread(target=one, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+@test
+def test_i1_model_drafters_any_k_gives_the_same_tokens(options):
+    c = cluster(options)
+    tried = {drafter: 0 for drafter in DRAFTERS}
+    for prompt in (COPY, FREE):
+        for sampling in SAMPLINGS:
+            every = prompt == COPY and sampling in (SAMPLINGS[0], SAMPLINGS[-1])
+            expected, _ = ask(c, prompt, {"drafter": "none"}, **sampling)
+            for drafter in DRAFTERS:
+                for k in range(0, 9) if every else (1, 4, 8):
+                    got, details = ask(c, prompt, {"drafter": drafter, "k": k}, **sampling)
+                    assert got == expected, (drafter, prompt, sampling, k, got, expected)
+                    tried[drafter] += drafted(details)
+                    assert k > 0 or drafted(details) == 0
+                got, _ = ask(c, prompt, {"drafter": drafter}, **sampling)  # k by its own plan
+                assert got == expected, (drafter, prompt, sampling, "own k")
+    assert min(tried.values()) > 200, tried
+    nothing_held(c)
+
+
+@test
+def test_i1_model_drafters_with_stops_choices_and_minimum(options):
+    c = cluster(options)
+    for more in ({"stop": ["coal", "wine"]}, {"stop": [" carried"], "min_tokens": 9},
+                 {"n": 3, "temperature": 0.9, "seed": 3}, {"ignore_eos": False, "max_tokens": 90},
+                 {"max_tokens": 1}, {"max_tokens": 2},
+                 {"stop": ["."], "include_stop_str_in_output": True}):
+        more = {"temperature": 0.6, "seed": 5, **more}
+        expected, _ = ask(c, COPY, {"drafter": "none"}, **more)
+        for drafter in DRAFTERS:
+            for k in (1, 3, 8):
+                got, _ = ask(c, COPY, {"drafter": drafter, "k": k}, **more)
+                assert got == expected, (more, drafter, k, got, expected)
+    nothing_held(c)
+
+
+@test
+def test_i1_batches_of_all_drafters(options):
+    c = cluster(options)
+    drafters = ["none", "prompt_lookup", *DRAFTERS]
+    jobs = [(prompt, sampling, drafter, k) for prompt in (COPY, FREE) for sampling in SAMPLINGS[:3]
+            for drafter in drafters for k in (3, None)]
+    expected = {(prompt, str(sampling)): ask(c, prompt, {"drafter": "none"}, **sampling)[0]
+                for prompt, sampling, _, _ in jobs}
+
+    def run(prompt, sampling, drafter, k):
+        wish = {"drafter": drafter} if k is None else {"drafter": drafter, "k": k}
+        got, _ = ask(c, prompt, wish, **sampling)
+        assert got == expected[(prompt, str(sampling))], (prompt[:20], sampling, drafter, k)
+
+    run_together(jobs, run)
+    nothing_held(c)
+
+
+@test
+def test_draft_prefixes_are_kept(options):
+    """The same prompt again, and several choices of one: the draft model doesn't compute it anew."""
+    c = cluster(options)
+
+    def contexts():
+        metrics = c.metrics("decode-1")
+        return [metrics[f'tandem_decode_draft_context_tokens_total{{source="{source}"}}']
+                for source in ("cache", "computed")]
+
+    prompt = "A prompt that nobody else asks with. " * 12
+    wish = {"drafter": "draft_model", "k": 4}
+    start = contexts()
+    ask(c, prompt, wish, temperature=0)
+    first = contexts()
+    assert first[0] == start[0] and first[1] - start[1] > 80, (start, first)
+    ask(c, prompt, wish, temperature=0)
+    again = contexts()
+    assert again[0] - first[0] >= 80 and again[1] - first[1] < first[1] - start[1] - 70, again
+    # Another tenant's are not found.
+    ask(c, prompt, wish, temperature=0, cache_salt="another")
+    other = contexts()
+    assert other[0] == again[0], (again, other)
+    nothing_held(c)
+
+
+@test
+def test_first_layers_draft_the_same_either_way(options):
+    """A draft model of the first ten layers, and ten layers of thirty: the same drafts."""
+    c = cluster(options)
+    for sampling in SAMPLINGS[:2]:
+        counts = [ask(c, FREE, {"drafter": drafter, "k": 3}, **sampling)[1] for drafter in DRAFTERS]
+        assert counts[0] == counts[1] and drafted(counts[0]) > 20, (sampling, counts)
+
+
+@test
+def test_draft_model_that_is_the_model_is_always_right(options):
+    with Cluster(options.bin, draft_model=MODEL, decode_args=["--draft-confidence", "0"]) as c:
+        for sampling in SAMPLINGS[:3]:
+            details = c.complete(FREE, max_tokens=64, ignore_eos=True, **sampling, speculation={
+                "drafter": "draft_model", "k": 5}).usage["completion_tokens_details"]
+            assert details["rejected_prediction_tokens"] == 0, (sampling, details)
+            assert details["accepted_prediction_tokens"] >= 40, (sampling, details)
+        nothing_held(c)
+
+
+@test
+def test_early_exit_of_more_layers_is_right_more_often(options):
+    shares = []
+    for layers in (1, 29):
+        with Cluster(options.bin, decode_args=["--early-exit-layers", str(layers),
+                                               "--draft-confidence", "0"]) as c:
+            details = c.complete(COPY, max_tokens=64, ignore_eos=True, temperature=0, speculation={
+                "drafter": "early_exit", "k": 3}).usage["completion_tokens_details"]
+            shares.append(details["accepted_prediction_tokens"] / drafted(details))
+            # No draft model here: such a request has its answer, and no drafts.
+            reply = c.complete(FREE, max_tokens=8, speculation={"drafter": "draft_model", "k": 3})
+            assert drafted(reply.usage["completion_tokens_details"]) == 0
+            assert c.log("decode-1").count("drafter not possible here") == 1
+    assert shares[0] < 0.3 and shares[1] > 0.5, shares
+
+
+@test
+def test_unsure_drafters_draft_less(options):
+    counts = []
+    for percent in (0, 95):
+        with Cluster(options.bin, draft_model=truncated(options, 10),
+                     decode_args=["--draft-confidence", str(percent)]) as c:
+            for drafter in DRAFTERS:
+                details = c.complete(FREE, max_tokens=48, ignore_eos=True, temperature=0,
+                                     speculation={"drafter": drafter, "k": 4}).usage[
+                                         "completion_tokens_details"]
+                counts.append(drafted(details))
+    assert counts[2] < counts[0] / 2 and counts[3] < counts[1] / 2, counts
+
+
+@test
+def test_another_vocabulary_is_refused(options):
+    path = truncated(options, 1)
+    with open(path, "rb") as file:
+        data = bytearray(file.read())
+    token = "\u0120harbor".encode()
+    at = data.index(struct.pack("<Q", len(token)) + token) + 8
+    data[at:at + len(token)] = "\u0120horbar".encode()
+    other = os.path.join(folder, "other.gguf")
+    with open(other, "wb") as file:
+        file.write(data)
+    try:
+        with Cluster(options.bin, draft_model=other):
+            raise AssertionError("it started")
+    except RuntimeError as refused:
+        assert "draft model has another vocabulary" in str(refused), refused
+        assert "first_token_that_differs=" in str(refused), refused
+
+
+@test
+def test_i1_small_draft_pool(options):
+    """Room for one request's context, or for no whole one: whoever finds none doesn't draft."""
+    for blocks in (24, 4):
+        with Cluster(options.bin, draft_model=truncated(options, 10),
+                     decode_args=["--draft-kv-memory", str(blocks * DRAFT_BLOCK_BYTES)]) as c:
+            alone = c.complete(COPY, max_tokens=60, temperature=0, ignore_eos=True,
+                               speculation={"drafter": "none"}).text
+
+            def run(number):
+                reply = c.complete(COPY, max_tokens=60, temperature=0, ignore_eos=True,
+                                   cache_salt=str(number),
+                                   speculation={"drafter": "draft_model", "k": 4})
+                assert reply.text == alone, (number, reply.text, alone)
+
+            run_together([(number,) for number in range(5)], run)
+            drafts = sum(c.metrics("decode-1")[f'tandem_decode_draft_tokens_total{{result="{r}"}}']
+                         for r in ("accepted", "rejected"))
+            assert (drafts > 0) == (blocks == 24), (blocks, drafts)
+            nothing_held(c)
+
+
+@test
+def test_i1_preempted_with_model_drafters(options):
+    with Cluster(options.bin, kvstore=0, draft_model=truncated(options, 10),
+                 decode_args=["--kv-memory", str(22 * 368640)],
+                 router_args=["--queue-ms", "60000"]) as c:
+        for _ in range(24):  # outputs are short, it learns, and promises little
+            c.complete(FREE, max_tokens=4, ignore_eos=True)
+        alone = c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True,
+                           speculation={"drafter": "none"}).text
+
+        def run(drafter, k):
+            reply = c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True,
+                               cache_salt=f"{drafter} {k}", speculation={"drafter": drafter, "k": k})
+            assert reply.text == alone, (drafter, k, reply.text, alone)
+
+        run_together([("draft_model", 8), ("early_exit", 8), ("draft_model", 3), ("early_exit", 2)],
+                     run)
+        assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
+        nothing_held(c)
+
+
+@test
+def test_truncate_refuses(options):
+    program = os.path.join(options.bin, "tandem-truncate")
+    out = os.path.join(folder, "never.gguf")
+    for layers in ("0", "31", "x"):
+        ended = subprocess.run([program, "--layers", layers, MODEL, out], capture_output=True,
+                               check=False)
+        assert ended.returncode != 0 and ended.stderr and not os.path.exists(out), layers
+
+
+if __name__ == "__main__":
+    main(__doc__)
