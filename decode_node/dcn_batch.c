@@ -36,7 +36,7 @@ static td_status_t init_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
         return TD_ERR_NO_MEMORY;
     }
     td_node_sampling(w, index, bias, &params);
-    TD_TRY(dcn_speculate_open(c));
+    TD_TRY(dcn_speculate_open(d, c));
     return td_sampler_create(&params, d->node.info->vocab_size, w->prompt, w->prompt_tokens,
                              &c->sampler);
 }

@@ -40,7 +40,8 @@ typedef struct dcn_choice {
     td_finish_t finish;
     td_draft_t *draft;                    /* owned; NULL: nothing is drafted */
     uint32_t drafts[TD_DRAFT_TOKENS_MAX]; /* proposed for the step being made */
-    td_acceptance_t acceptance;
+    uint32_t confidence;                  /* of that proposal */
+    td_acceptance_t acceptance[TD_DRAFT_CONFIDENCES];
     /* Written by the batch, one for each row that samples, up to the first draft that was wrong. */
     td_sampled_t sampled[TD_DRAFT_TOKENS_MAX + 1];
     uint64_t logits_hashes[TD_DRAFT_TOKENS_MAX + 1];
@@ -120,6 +121,8 @@ typedef struct dcn_node {
     double output_deviation;
     dcn_batch_t batch;
     td_step_cost_t step_cost;
+    td_acceptance_t acceptance[TD_DRAFTER_KINDS][TD_DRAFT_CONFIDENCES]; /* of all choices */
+    td_memo_t *memo; /* owned; NULL: answers are not remembered */
     td_str_t text; /* scratch */
     td_str_t raw;  /* scratch */
     uint64_t tokens_per_s;
@@ -187,9 +190,11 @@ uint32_t dcn_choice_token(const dcn_choice_t *choice, uint32_t position);
 
 /* dcn_speculate.c: drafts of the running choices */
 /** Makes the choice's drafter, if its request has one. Errors: TD_ERR_NO_MEMORY. */
-td_status_t dcn_speculate_open(dcn_choice_t *choice);
+td_status_t dcn_speculate_open(dcn_node_t *dcn, dcn_choice_t *choice);
 /** Tells the drafter the next token of the output. */
 void dcn_speculate_token(dcn_choice_t *choice, uint32_t token);
+/** Remembers a choice's output, which is whole, for those that ask the same. */
+void dcn_speculate_learn(dcn_node_t *dcn, const dcn_choice_t *choice);
 /** Has every part of the step that samples propose, and sets how many of its drafts are verified. */
 void dcn_speculate_plan(dcn_node_t *dcn);
 void dcn_speculate_observe(dcn_node_t *dcn, dcn_choice_t *choice, uint32_t drafted,

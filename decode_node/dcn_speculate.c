@@ -4,19 +4,46 @@
 #include "decode_node/dcn_node.h"
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 
-#define ACCEPTANCE_PRIOR 0.5 /* of a drafter that has found something to say */
+/* A choice's own experience soon counts for more than what all others have seen, and is soon
+ * forgotten: texts change as they go on. */
+#define CHOICE_MEMORY 0.9
+#define CHOICE_PRIOR_TRIALS 3.0
+#define NODE_MEMORY 0.99
+#define NODE_PRIOR_TRIALS 4.0
+/* What is not tried is tried again: by a choice after some 30 steps, by others later. */
+#define CHOICE_PASS_MEMORY 0.97
+#define NODE_PASS_MEMORY 0.998
 
-td_status_t dcn_speculate_open(dcn_choice_t *c)
+static td_memo_start_t start_of(const dcn_node_t *d, const dcn_ticket_t *t)
+{
+    const td_msg_work_t *w = &t->work;
+    td_memo_start_t start = {.root = &t->root,
+                             .has_parent = t->full_blocks > 0,
+                             .key = t->keys[t->blocks - 1],
+                             .tail_tokens =
+                                 w->prompt_tokens % td_node_layout(&d->node)->block_tokens};
+
+    start.tail = w->prompt + w->prompt_tokens - start.tail_tokens;
+    if (start.has_parent) {
+        start.parent = t->keys[t->full_blocks - 1];
+    }
+    return start;
+}
+
+td_status_t dcn_speculate_open(dcn_node_t *d, dcn_choice_t *c)
 {
     const td_msg_work_t *w = &c->ticket->work;
+    const td_memo_start_t start = start_of(d, c->ticket);
     const td_draft_config_t config = {.tokens_max = w->prompt_tokens + w->max_tokens,
                                       .prediction = w->prediction,
-                                      .prediction_tokens = w->prediction_tokens};
+                                      .prediction_tokens = w->prediction_tokens,
+                                      .memo = d->memo,
+                                      .start = &start};
     td_status_t status = TD_OK;
 
-    td_acceptance_init(&c->acceptance, ACCEPTANCE_PRIOR);
     if (w->k_max == 0 || w->drafter == TD_DRAFTER_NONE) {
         return TD_OK;
     }
@@ -39,13 +66,40 @@ void dcn_speculate_token(dcn_choice_t *c, uint32_t token)
     }
 }
 
+void dcn_speculate_learn(dcn_node_t *d, const dcn_choice_t *c)
+{
+    if (d->memo != NULL) {
+        const td_memo_start_t start = start_of(d, c->ticket);
+        td_memo_learn(d->memo, &start, c->tokens, c->token_count, td_now_ns());
+    }
+}
+
+/* Both experiences with drafts of which the drafter is as sure as of the choice's newest ones. */
+static td_acceptance_t *node_acceptance(dcn_node_t *d, const dcn_choice_t *c)
+{
+    return &d->acceptance[c->ticket->work.drafter][c->confidence];
+}
+
+static double acceptance_of(dcn_node_t *d, const dcn_choice_t *c)
+{
+    const double prior = td_acceptance_rate(
+        node_acceptance(d, c), td_draft_confidence_prior(c->confidence), NODE_PRIOR_TRIALS);
+    return td_acceptance_rate(&c->acceptance[c->confidence], prior, CHOICE_PRIOR_TRIALS);
+}
+
 /* More than the output may still have would be drawn in vain: its last token needs no draft. */
 static uint32_t propose(dcn_choice_t *c)
 {
     const td_msg_work_t *w = &c->ticket->work;
     const uint32_t k = TD_MIN(w->k_max, w->max_tokens - c->token_count - 1);
 
-    return c->draft == NULL ? 0 : td_draft_propose(c->draft, k, c->drafts);
+    uint32_t proposed = 0;
+
+    if (c->draft != NULL) {
+        proposed = td_draft_propose(c->draft, k, c->drafts);
+        c->confidence = td_draft_confidence(c->draft);
+    }
+    return proposed;
 }
 
 void dcn_speculate_plan(dcn_node_t *d)
@@ -61,7 +115,7 @@ void dcn_speculate_plan(dcn_node_t *d)
         rows += b->parts[i].rows;
         if (b->parts[i].samples) {
             const uint32_t proposed = propose(c);
-            offers[count++] = (td_spec_offer_t){.alpha = td_acceptance_rate(&c->acceptance),
+            offers[count++] = (td_spec_offer_t){.alpha = proposed == 0 ? 0 : acceptance_of(d, c),
                                                 .proposed = proposed,
                                                 .k_min = TD_MIN(c->ticket->work.k_min, proposed)};
         }
@@ -71,7 +125,8 @@ void dcn_speculate_plan(dcn_node_t *d)
         dcn_choice_t *c = b->parts[i].choice;
         if (b->parts[i].samples) {
             if (offers[at].k == 0 && offers[at].proposed > 0) {
-                td_acceptance_pass(&c->acceptance);
+                td_acceptance_pass(&c->acceptance[c->confidence], CHOICE_PASS_MEMORY);
+                td_acceptance_pass(node_acceptance(d, c), NODE_PASS_MEMORY);
             }
             b->parts[i].drafts = offers[at++].k;
         }
@@ -83,7 +138,8 @@ void dcn_speculate_observe(dcn_node_t *d, dcn_choice_t *c, uint32_t drafted, uin
     if (drafted == 0) {
         return;
     }
-    td_acceptance_observe(&c->acceptance, drafted, accepted);
+    td_acceptance_observe(&c->acceptance[c->confidence], drafted, accepted, CHOICE_MEMORY);
+    td_acceptance_observe(node_acceptance(d, c), drafted, accepted, NODE_MEMORY);
     c->ticket->drafts_accepted += accepted;
     c->ticket->drafts_rejected += drafted - accepted;
     td_metric_add(d->drafts_accepted, accepted);
