@@ -82,6 +82,8 @@ void td_step_cost_curve(const td_step_cost_t *c, uint32_t rows_max, double *out)
     }
     for (uint32_t r = 1; r <= rows_max; r++) {
         if (out[r] > 0) {
+            /* Nor do rows ever take more than in proportion: passes could be made one by one. */
+            out[r] = below > 0 ? TD_MIN(out[r], out[below] * r / below) : out[r];
             fill(out, below, r, rows_max);
             below = r;
         }

@@ -78,6 +78,8 @@ static void test_step_cost_of_fewer_rows_is_never_more(void **state)
     td_step_cost_observe(&cost, 2, 9000); /* somebody else ran just then */
     td_step_cost_observe(&cost, 6, 1500);
     assert_near(cost_of(&cost, 2), 1500, 1e-6);
+    td_step_cost_observe(&cost, 8, 70000); /* nor more than in proportion */
+    assert_near(cost_of(&cost, 8), 2000, 1e-6);
     for (uint32_t rows = 1; rows < TD_STEP_COST_ROWS_MAX; rows++) {
         assert_true(cost_of(&cost, rows) <= cost_of(&cost, rows + 1));
     }
