@@ -44,7 +44,8 @@ typedef struct dcn_choice {
     td_draft_t *draft; /* owned; NULL: its drafter needs passes of a model, or there is none */
     dcn_draft_kv_t draft_kv;              /* of the draft model */
     uint32_t drafts[TD_DRAFT_TOKENS_MAX]; /* proposed for the step being made */
-    td_acceptance_t acceptance;
+    uint32_t confidence;                  /* of that proposal */
+    td_acceptance_t acceptance[TD_DRAFT_CONFIDENCES];
     /* Written by the batch, one for each row that samples, up to the first draft that was wrong. */
     td_sampled_t sampled[TD_DRAFT_TOKENS_MAX + 1];
     uint64_t logits_hashes[TD_DRAFT_TOKENS_MAX + 1];
@@ -133,8 +134,10 @@ typedef struct dcn_node {
     td_model_row_t draft_rows[DCN_DRAFT_ROWS_MAX];
     float draft_logprob_min; /* below it a drafted token ends the draft */
     bool draft_model_missed; /* a request has asked for one that is not here: said once */
-    td_str_t text;           /* scratch */
-    td_str_t raw;            /* scratch */
+    td_acceptance_t acceptance[TD_DRAFTER_KINDS][TD_DRAFT_CONFIDENCES]; /* of all choices */
+    td_memo_t *memo; /* owned; NULL: answers are not remembered */
+    td_str_t text;   /* scratch */
+    td_str_t raw;    /* scratch */
     uint64_t tokens_per_s;
     td_metric_t *tokens;
     td_metric_t *requests_ok;
@@ -210,6 +213,8 @@ td_status_t dcn_speculate_open(dcn_node_t *dcn, dcn_choice_t *choice);
 void dcn_speculate_close(dcn_choice_t *choice);
 /** Tells the drafter the next token of the output. */
 void dcn_speculate_token(dcn_choice_t *choice, uint32_t token);
+/** Remembers a choice's output, which is whole, for those that ask the same. */
+void dcn_speculate_learn(dcn_node_t *dcn, const dcn_choice_t *choice);
 /** Has every part of the step that samples propose, or say how much it could, and sets how many of
  * its drafts are made and verified. */
 void dcn_speculate_plan(dcn_node_t *dcn);

@@ -4,9 +4,18 @@
 #include "decode_node/dcn_node.h"
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 
-#define ACCEPTANCE_PRIOR 0.5 /* of a drafter that has found something to say */
+/* A choice's own experience soon counts for more than what all others have seen, and is soon
+ * forgotten: texts change as they go on. */
+#define CHOICE_MEMORY 0.9
+#define CHOICE_PRIOR_TRIALS 3.0
+#define NODE_MEMORY 0.99
+#define NODE_PRIOR_TRIALS 4.0
+/* What is not tried is tried again: by a choice after some 30 steps, by others later. */
+#define CHOICE_PASS_MEMORY 0.97
+#define NODE_PASS_MEMORY 0.998
 
 /* Without a model for it the answer is the same, only not faster. */
 static td_status_t open_model_drafter(dcn_node_t *d, dcn_choice_t *c)
@@ -26,15 +35,33 @@ static td_status_t open_model_drafter(dcn_node_t *d, dcn_choice_t *c)
     return w->drafter == TD_DRAFTER_DRAFT_MODEL ? dcn_draft_model_admit(d, c) : TD_OK;
 }
 
+static td_memo_start_t start_of(const dcn_node_t *d, const dcn_ticket_t *t)
+{
+    const td_msg_work_t *w = &t->work;
+    td_memo_start_t start = {.root = &t->root,
+                             .has_parent = t->full_blocks > 0,
+                             .key = t->keys[t->blocks - 1],
+                             .tail_tokens =
+                                 w->prompt_tokens % td_node_layout(&d->node)->block_tokens};
+
+    start.tail = w->prompt + w->prompt_tokens - start.tail_tokens;
+    if (start.has_parent) {
+        start.parent = t->keys[t->full_blocks - 1];
+    }
+    return start;
+}
+
 td_status_t dcn_speculate_open(dcn_node_t *d, dcn_choice_t *c)
 {
     const td_msg_work_t *w = &c->ticket->work;
+    const td_memo_start_t start = start_of(d, c->ticket);
     const td_draft_config_t config = {.tokens_max = w->prompt_tokens + w->max_tokens,
                                       .prediction = w->prediction,
-                                      .prediction_tokens = w->prediction_tokens};
+                                      .prediction_tokens = w->prediction_tokens,
+                                      .memo = d->memo,
+                                      .start = &start};
     td_status_t status = TD_OK;
 
-    td_acceptance_init(&c->acceptance, ACCEPTANCE_PRIOR);
     if (w->k_max == 0 || w->drafter == TD_DRAFTER_NONE) {
         return TD_OK;
     }
@@ -68,6 +95,27 @@ void dcn_speculate_token(dcn_choice_t *c, uint32_t token)
     }
 }
 
+void dcn_speculate_learn(dcn_node_t *d, const dcn_choice_t *c)
+{
+    if (d->memo != NULL) {
+        const td_memo_start_t start = start_of(d, c->ticket);
+        td_memo_learn(d->memo, &start, c->tokens, c->token_count, td_now_ns());
+    }
+}
+
+/* Both experiences with drafts of which the drafter is as sure as of the choice's newest ones. */
+static td_acceptance_t *node_acceptance(dcn_node_t *d, const dcn_choice_t *c)
+{
+    return &d->acceptance[c->drafter][c->confidence];
+}
+
+static double acceptance_of(dcn_node_t *d, const dcn_choice_t *c)
+{
+    const double prior = td_acceptance_rate(
+        node_acceptance(d, c), td_draft_confidence_prior(c->confidence), NODE_PRIOR_TRIALS);
+    return td_acceptance_rate(&c->acceptance[c->confidence], prior, CHOICE_PRIOR_TRIALS);
+}
+
 /* More than the output may still have would be drawn in vain: its last token needs no draft. What
  * needs passes of a model is planned before it is drafted, also where the draft model has not
  * caught up with the context yet: whether drafting would pay decides whether it does. */
@@ -75,11 +123,16 @@ static uint32_t propose(dcn_node_t *d, dcn_choice_t *c)
 {
     const td_msg_work_t *w = &c->ticket->work;
     const uint32_t k = TD_MIN(w->k_max, w->max_tokens - c->token_count - 1);
+    uint32_t proposed = 0;
 
     if (dcn_drafter_needs_passes(c->drafter)) {
         return dcn_draft_offer(d, c, k);
     }
-    return c->draft == NULL ? 0 : td_draft_propose(c->draft, k, c->drafts);
+    if (c->draft != NULL) {
+        proposed = td_draft_propose(c->draft, k, c->drafts);
+        c->confidence = td_draft_confidence(c->draft);
+    }
+    return proposed;
 }
 
 /* How many parts of the step share the passes of each drafter. */
@@ -95,19 +148,18 @@ static double draft_ns(dcn_node_t *d, const dcn_choice_t *c, const sharers_t *sh
     const dcn_drafter_t *p = dcn_draft_of(d, c);
     const uint32_t rows = sharers->offered[c->drafter];
 
-    return p == NULL || p->cost.measured == 0 || rows == 0 ? 0
-                                                           : td_step_cost_ns(&p->cost, rows) / rows;
+    return p == NULL || rows == 0 ? 0 : td_step_cost_ns(&p->cost, rows) / rows;
 }
 
-static void forget_costs(dcn_node_t *d, const sharers_t *sharers)
+static void age_costs(dcn_node_t *d, const sharers_t *sharers)
 {
     if (sharers->offered[TD_DRAFTER_DRAFT_MODEL] > 0 &&
         sharers->planned[TD_DRAFTER_DRAFT_MODEL] == 0) {
-        td_step_cost_forget(&d->draft_passes.cost);
+        td_step_cost_pass(&d->draft_passes.cost);
     }
     if (sharers->offered[TD_DRAFTER_EARLY_EXIT] > 0 &&
         sharers->planned[TD_DRAFTER_EARLY_EXIT] == 0) {
-        td_step_cost_forget(&d->exit_passes.cost);
+        td_step_cost_pass(&d->exit_passes.cost);
     }
 }
 
@@ -126,7 +178,7 @@ void dcn_speculate_plan(dcn_node_t *d)
         if (b->parts[i].samples) {
             const uint32_t proposed = propose(d, c);
             sharers.offered[c->drafter] += proposed > 0;
-            offers[count++] = (td_spec_offer_t){.alpha = td_acceptance_rate(&c->acceptance),
+            offers[count++] = (td_spec_offer_t){.alpha = proposed == 0 ? 0 : acceptance_of(d, c),
                                                 .proposed = proposed,
                                                 .k_min = TD_MIN(c->ticket->work.k_min, proposed)};
         }
@@ -142,13 +194,14 @@ void dcn_speculate_plan(dcn_node_t *d)
         dcn_choice_t *c = b->parts[i].choice;
         if (b->parts[i].samples) {
             if (offers[at].k == 0 && offers[at].proposed > 0) {
-                td_acceptance_pass(&c->acceptance);
+                td_acceptance_pass(&c->acceptance[c->confidence], CHOICE_PASS_MEMORY);
+                td_acceptance_pass(node_acceptance(d, c), NODE_PASS_MEMORY);
             }
             sharers.planned[c->drafter] += offers[at].k > 0;
             b->parts[i].drafts = offers[at++].k;
         }
     }
-    forget_costs(d, &sharers);
+    age_costs(d, &sharers);
 }
 
 void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accepted)
@@ -160,7 +213,8 @@ void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accep
     if (tried == 0) {
         return;
     }
-    td_acceptance_observe(&c->acceptance, tried, accepted);
+    td_acceptance_observe(&c->acceptance[c->confidence], tried, accepted, CHOICE_MEMORY);
+    td_acceptance_observe(node_acceptance(d, c), tried, accepted, NODE_MEMORY);
     c->ticket->drafts_accepted += accepted;
     c->ticket->drafts_rejected += part->drafts - accepted;
     td_metric_add(d->drafts_accepted, accepted);

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "decode_node/dcn_node.h"
 
@@ -18,6 +19,10 @@ static const td_option_t options[] = {
     {"early-exit-layers", TD_OPTION_COUNT, "0",
      "layers of the drafter early_exit, 0 = a third of the model's", 0, TD_KV_LAYERS_MAX},
     {"batch-max", TD_OPTION_COUNT, "64", "sequences of one step", 1, DCN_BATCH_ROWS_MAX},
+    {"memo-memory", TD_OPTION_BYTES, "32M", "of answers that the drafter memo remembers; 0 = none",
+     0, TD_MEMO_BYTES_MAX},
+    {"memo-max-age", TD_OPTION_MS, "86400s", "after which an answer is forgotten", 1,
+     30ull * 86400000},
 };
 
 static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
@@ -160,6 +165,7 @@ static td_status_t start(dcn_node_t *d)
                              .kv_bytes = td_config_u64(c, "kv-memory"),
                              .open_more = open_drafters,
                              .events = {.ctx = d, .peer_down = on_peer_down, .fenced = on_fenced}};
+    td_status_t status = TD_OK;
 
     d->batch_max = (uint32_t)td_config_u64(c, "batch-max");
     /* A ticket's choices stay together, so a step may hold more than batch_max. */
@@ -168,6 +174,16 @@ static td_status_t start(dcn_node_t *d)
     dcn_metrics_declare(d);
     TD_TRY(td_node_open(&d->node, &setup));
     TD_TRY(kvs_donor_create(&d->node, &d->donor));
+    if (td_config_u64(c, "memo-memory") > 0) {
+        status =
+            td_memo_create(td_config_u64(c, "memo-memory"), td_node_layout(&d->node)->block_tokens,
+                           td_config_u64(c, "memo-max-age") * TD_NS_PER_MS, &d->memo);
+        if (status != TD_OK) {
+            TD_LOG_ERROR("memory of answers not made", "status=%s try=\"--memo-memory\"",
+                         td_status_name(status));
+            return status;
+        }
+    }
     return kvs_client_create(d->node.proc.bus, d->node.member, d->node.pool, &d->store);
 }
 
@@ -186,6 +202,7 @@ static void stop(dcn_node_t *d)
         }
     }
     kvs_client_destroy(d->store);
+    td_memo_destroy(d->memo);
     td_str_fini(&d->text);
     td_str_fini(&d->raw);
 }

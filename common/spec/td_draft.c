@@ -13,17 +13,19 @@ static const struct {
     [TD_DRAFTER_PROMPT_LOOKUP] = {"prompt_lookup", &td_draft_lookup_ops},
     [TD_DRAFTER_DRAFT_MODEL] = {"draft_model", NULL},
     [TD_DRAFTER_EARLY_EXIT] = {"early_exit", NULL},
+    [TD_DRAFTER_MEMO] = {"memo", &td_draft_memo_ops},
 };
 
 const char *td_drafter_name(td_drafter_t drafter)
 {
-    return (uint32_t)drafter < TD_DRAFTER_KINDS ? drafters[drafter].name : "unknown";
+    const bool known = (uint32_t)drafter < TD_DRAFTER_KINDS && drafters[drafter].name != NULL;
+    return known ? drafters[drafter].name : "unknown";
 }
 
 td_status_t td_drafter_parse(const char *name, td_drafter_t *out)
 {
     for (uint32_t i = 0; i < TD_DRAFTER_KINDS; i++) {
-        if (strcmp(name, drafters[i].name) == 0) {
+        if (drafters[i].name != NULL && strcmp(name, drafters[i].name) == 0) {
             *out = (td_drafter_t)i;
             return TD_OK;
         }
@@ -55,4 +57,17 @@ uint32_t td_draft_propose(td_draft_t *draft, uint32_t k, uint32_t *tokens_out)
 {
     TD_ASSERT(k <= TD_DRAFT_TOKENS_MAX);
     return k == 0 ? 0 : draft->ops->propose(draft, k, tokens_out);
+}
+
+uint32_t td_draft_confidence(const td_draft_t *draft)
+{
+    return draft->ops->confidence == NULL ? TD_DRAFT_CONFIDENCE_ANY : draft->ops->confidence(draft);
+}
+
+double td_draft_confidence_prior(uint32_t confidence)
+{
+    /* As measured with tandem-bench spec, or a little above: what is tried is soon known. */
+    static const double priors[TD_DRAFT_CONFIDENCES] = {0.5, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9, 0.9};
+    TD_ASSERT(confidence < TD_DRAFT_CONFIDENCES);
+    return priors[confidence];
 }

@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "common/base/td_status.h"
+#include "common/spec/td_memo.h"
 
 #define TD_DRAFT_TOKENS_MAX 16u /* of one proposal */
 
@@ -19,14 +20,21 @@ typedef enum td_drafter {
     TD_DRAFTER_PROMPT_LOOKUP = 1,
     TD_DRAFTER_DRAFT_MODEL = 2, /* passes of a second, smaller model: the decode node's own */
     TD_DRAFTER_EARLY_EXIT = 3,  /* passes of the model's first layers: as well */
+    TD_DRAFTER_MEMO = 4,        /* what followed before in this cluster, else as prompt_lookup */
     TD_DRAFTER_KINDS
 } td_drafter_t;
 
-#define TD_DRAFTER_NAMES "none, prompt_lookup, draft_model, early_exit"
+#define TD_DRAFTER_NAMES "none, prompt_lookup, draft_model, early_exit, memo"
 /** "none", "prompt_lookup", ... */
 const char *td_drafter_name(td_drafter_t drafter);
 /** Errors: TD_ERR_INVALID. */
 TD_MUST_CHECK td_status_t td_drafter_parse(const char *name, td_drafter_t *out);
+
+/* Classes of confidence. */
+#define TD_DRAFT_CONFIDENCES 8u
+#define TD_DRAFT_CONFIDENCE_ANY 0u    /* it doesn't say */
+#define TD_DRAFT_CONFIDENCE_LOOKUP 1u /* up to 6, by length of the match */
+#define TD_DRAFT_CONFIDENCE_MEMO 7u   /* this very text went on like this before */
 
 typedef struct td_draft td_draft_t;
 
@@ -35,6 +43,9 @@ typedef struct td_draft_config {
     /* What the client expects the output to be like, NULL: nothing. */
     const uint32_t *prediction; /* [prediction_tokens]; borrowed during create only */
     uint32_t prediction_tokens;
+    /* For TD_DRAFTER_MEMO; NULL: it is prompt_lookup. */
+    td_memo_t *memo;              /* borrowed until destroy */
+    const td_memo_start_t *start; /* borrowed during create only */
 } td_draft_config_t;
 
 /** Errors: TD_ERR_INVALID (a drafter that needs none of this, or passes of a model),
@@ -49,3 +60,7 @@ void td_draft_append(td_draft_t *draft, const uint32_t *tokens, uint32_t count, 
 /** What may come next: at most k tokens, fewer (0 too) where it is not confident of more.
  * Shape:  tokens_out [k]; k <= TD_DRAFT_TOKENS_MAX. Answers how many. */
 uint32_t td_draft_propose(td_draft_t *draft, uint32_t k, uint32_t *tokens_out);
+/** How sure it was of its last proposal: a class, < TD_DRAFT_CONFIDENCES. Which of them are
+ * accepted how often is for experience to say; until then td_draft_confidence_prior(). */
+uint32_t td_draft_confidence(const td_draft_t *draft);
+double td_draft_confidence_prior(uint32_t confidence);

@@ -8,6 +8,7 @@ typedef struct td_draft_ops {
     void (*destroy)(td_draft_t *draft);
     void (*append)(td_draft_t *draft, const uint32_t *tokens, uint32_t count, bool is_output);
     uint32_t (*propose)(td_draft_t *draft, uint32_t k, uint32_t *tokens_out);
+    uint32_t (*confidence)(const td_draft_t *draft); /* NULL: it doesn't say */
 } td_draft_ops_t;
 
 /* The first member of every drafter. */
@@ -16,3 +17,4 @@ struct td_draft {
 };
 
 extern const td_draft_ops_t td_draft_lookup_ops;
+extern const td_draft_ops_t td_draft_memo_ops;

@@ -14,6 +14,7 @@ typedef struct lookup {
     td_suffix_t *text;   /* owned: prediction, mark, prompt, output */
     uint32_t prediction; /* its tokens, at the beginning of the text */
     uint32_t outputs;
+    uint32_t confidence; /* of the last proposal */
 } lookup_t;
 
 static void lookup_destroy(td_draft_t *draft)
@@ -72,22 +73,39 @@ static uint32_t copy(const lookup_t *l, uint32_t at, uint32_t end, uint32_t k, u
     return n;
 }
 
+/* 2, 3, 4, 5 to 8, 9 to 16 and more tokens. */
+static uint32_t class_of(uint32_t match)
+{
+    return TD_DRAFT_CONFIDENCE_LOOKUP + (match < MATCH_SURE ? match - MATCH_MIN
+                                         : match <= 8       ? 3
+                                         : match <= 16      ? 4
+                                                            : 5);
+}
+
+static uint32_t lookup_confidence(const td_draft_t *draft)
+{
+    return ((const lookup_t *)draft)->confidence;
+}
+
 static uint32_t lookup_propose(td_draft_t *draft, uint32_t k, uint32_t *tokens_out)
 {
-    const lookup_t *l = (const lookup_t *)draft;
+    lookup_t *l = (lookup_t *)draft;
     uint32_t next = 0;
     const uint32_t match = td_suffix_match(l->text, &next);
 
     if (l->outputs == 0 && l->prediction > 0) {
+        l->confidence = class_of(MATCH_SURE); /* the client's word */
         return copy(l, 0, l->prediction, k, tokens_out);
     }
     if (match < MATCH_MIN) {
         return 0;
     }
+    l->confidence = class_of(match);
     return copy(l, next, UINT32_MAX, match < MATCH_SURE ? TD_MIN(k, match) : k, tokens_out);
 }
 
 const td_draft_ops_t td_draft_lookup_ops = {.create = lookup_create,
                                             .destroy = lookup_destroy,
                                             .append = lookup_append,
-                                            .propose = lookup_propose};
+                                            .propose = lookup_propose,
+                                            .confidence = lookup_confidence};

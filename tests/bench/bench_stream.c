@@ -84,10 +84,22 @@ static bool take_count(bench_stream_t *s, const json_t *value, uint32_t *out)
     return true;
 }
 
+/* Servers that draft nothing leave them out. */
+static void take_drafts(bench_stream_t *s, const json_t *details)
+{
+    const json_t *accepted = json_object_get(details, "accepted_prediction_tokens");
+    const json_t *rejected = json_object_get(details, "rejected_prediction_tokens");
+
+    if (accepted != NULL && take_count(s, accepted, &s->accepted_tokens) && rejected != NULL) {
+        (void)take_count(s, rejected, &s->rejected_tokens);
+    }
+}
+
 static void take_usage(bench_stream_t *s, const json_t *usage)
 {
     const json_t *cached =
         json_object_get(json_object_get(usage, "prompt_tokens_details"), "cached_tokens");
+    const json_t *drafts = json_object_get(usage, "completion_tokens_details");
 
     if (!json_is_object(usage)) { /* null in all events but the last */
         return;
@@ -95,6 +107,9 @@ static void take_usage(bench_stream_t *s, const json_t *usage)
     s->has_usage =
         take_count(s, json_object_get(usage, "prompt_tokens"), &s->prompt_tokens) &&
         take_count(s, json_object_get(usage, "completion_tokens"), &s->completion_tokens);
+    if (drafts != NULL && !json_is_null(drafts)) {
+        take_drafts(s, drafts);
+    }
     if (cached != NULL && !json_is_null(cached)) {
         s->has_cached = take_count(s, cached, &s->cached_tokens);
     }

@@ -39,6 +39,8 @@ typedef struct bench_stream {
     uint32_t prompt_tokens;
     uint32_t completion_tokens;
     uint32_t cached_tokens;
+    uint32_t accepted_tokens; /* drafts; 0 when the server says nothing of them */
+    uint32_t rejected_tokens;
     bool has_usage;
     bool has_cached;
     bool done; /* [DONE] has come */

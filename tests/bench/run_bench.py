@@ -30,7 +30,7 @@ PEER_FLAGS = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_
 ROUNDS = 3  # of both sides, in turn
 SESSIONS = 16
 TURNS = 4
-SUBJECTS = ("model", "kv", "transfer", "store", "hot", "handoff", "serve")
+SUBJECTS = ("model", "kv", "transfer", "store", "hot", "handoff", "spec", "serve")
 START_S = 120  # for a server to come up
 
 # What is expected of figures that need no peer: subject, key, at least or at most what (a number, or
@@ -46,6 +46,9 @@ LIMITS = [("model", "attention_gmac_s", ">=", 75),
           ("store", "shm_recovery_100k_s", "<=", 2),
           ("hot", "busiest_share_hot", "<=", ("busiest_share_one", 0.9)),
           ("hot", "hot_replicas_cooled", "<=", 0),
+          ("spec", "auto_worst_times", ">=", 0.95),
+          ("spec", "auto_of_best", ">=", 0.97),
+          ("spec", "copy_prompt_lookup_b1_times", ">=", 1.8),
           ("handoff", "shm_split_ttft_ratio", "<=", 1.05),
           ("handoff", "tcp_split_ttft_ratio", "<=", 1.05),
           ("handoff", "cached_ttft_ratio", "<=", 0.15),
@@ -322,6 +325,23 @@ def run_transfer(options):
     return best_of(ours), best_of(theirs) if theirs else None
 
 
+def run_spec(options):
+    """Ratios to none by kind, drafter and batch, and how auto compares with the best single choice."""
+    rows = figures_of(bench_command(
+        options, "spec", "--model", options.model, "--bin", options.bin, "--local-sh", LOCAL,
+        *(["--tokens", 32, "--batches", "1,4"] if options.quick else [])))["rows"]
+    figures = {f"{row['kind']}_{row['drafter']}_b{row['batch']}_times": row["ratio"] for row in rows
+               if row["drafter"] != "none"}
+    cells = {(row["kind"], row["batch"]) for row in rows}
+    speed = {(row["kind"], row["batch"], row["drafter"]): row["tok_s"] for row in rows}
+    best = {cell: max(value for key, value in speed.items() if key[:2] == cell and key[2] != "auto")
+            for cell in cells}
+    figures["auto_worst_times"] = min(row["ratio"] for row in rows if row["drafter"] == "auto")
+    figures["auto_of_best"] = statistics.geometric_mean(
+        speed[(*cell, "auto")] / best[cell] for cell in cells)
+    return figures, None
+
+
 def run_serve(options, program):
     def load(server, seed):
         return figures_of(bench_command(
@@ -350,6 +370,7 @@ def run_subjects(options):
             "handoff": lambda: (figures_of(bench_command(
                 options, "handoff", "--model", options.model, "--tokens", 2048, "--bin", options.bin, "--threads",
                 options.threads, "--local-sh", LOCAL)), None),
+            "spec": lambda: run_spec(options),
             "serve": lambda: run_serve(options, program)}
     results = {}
     for number, subject in enumerate(options.subjects, 1):

@@ -20,6 +20,7 @@ static const struct {
     {"kv", bench_kv, "prefix cache and block tables alone"},
     {"model", bench_model, "speed of the forward pass"},
     {"serve", bench_serve, "conversations with an OpenAI-compatible server"},
+    {"spec", bench_spec, "what each drafter is worth"},
     {"store", bench_store, "putting, looking up and reading blocks of the store"},
     {"transfer", bench_transfer, "fetching KV blocks from another process"},
 };

@@ -330,6 +330,30 @@ def test_a_killed_handoff_leaves_no_cluster(options):
         wait_until(lambda: os.listdir(folder) == [], 300, "the keeper has ended its cluster")
 
 
+# --- spec -----------------------------------------------------------------------------------------
+
+@test
+def test_spec_has_a_row_for_each_cell(options):
+    drafters = ["none", "prompt_lookup", "auto"]
+    figures, progress = bench(options, "spec", "--model", MODEL, "--tokens", 24, "--repeat", 1,
+                              "--kinds", "copy,hot", "--batches", "1,3", "--drafters",
+                              ",".join(drafters[1:]), "--local-sh",
+                              os.path.join(ROOT, "deploy/local.sh"), "--json")
+    assert list(figures) == ["rows"]
+    assert [(row["kind"], row["batch"], row["drafter"]) for row in figures["rows"]] == \
+        [(kind, batch, drafter) for kind in ("copy", "hot") for batch in (1, 3) for drafter in drafters]
+    for row in figures["rows"]:
+        assert list(row) == ["kind", "drafter", "batch", "tok_s", "ratio", "acceptance",
+                             "mean_accepted"]
+        assert row["tok_s"] > 0 and row["ratio"] > 0, row
+        assert 0 <= row["acceptance"] <= 1, row
+        if row["drafter"] == "none":
+            assert (row["ratio"], row["acceptance"], row["mean_accepted"]) == (1, 0, 0), row
+        elif row["kind"] == "copy":
+            assert row["acceptance"] > 0 and row["mean_accepted"] > 0, row
+    assert "round 1/1: copy, batch 1:" in progress and "auto: at worst" in progress
+
+
 # --- options --------------------------------------------------------------------------------------
 
 @test
@@ -346,6 +370,10 @@ def test_bad_options_get_one_clear_line(options):
                  ["handoff", "--model", "x", "--local-sh", "nowhere"],
                  ["kv", "--blocks", "1023"], ["kv", "more"],
                  ["store", "--carrier", "ib"], ["store", "--batch", "0"],
+                 ["spec"], ["spec", "--model", "x", "--kinds", "song"],
+                 ["spec", "--model", "x", "--drafters", "oracle"],
+                 ["spec", "--model", "x", "--batches", "0"],
+                 ["spec", "--model", "x", "--batches", "1,2,3,4,5,6,7,8,9"],
                  ["transfer", "--carrier", "ib"], ["transfer", "--carrier", ","],
                  ["transfer", "--size", "1000000000", "--blocks", "60000"]):
         _, said = bench(options, *args, code=2)

@@ -45,10 +45,11 @@ def test_i1_speculation_any_k_gives_the_same_tokens(options):
         for sampling in SAMPLINGS:
             expected, details = ask(c, prompt, {"drafter": "none"}, **sampling)
             assert accepted(details) == details["rejected_prediction_tokens"] == 0
-            for k in range(0, 9):
-                got, details = ask(c, prompt, {"drafter": "prompt_lookup", "k": k}, **sampling)
-                assert got == expected, (prompt, sampling, k, got, expected)
-                assert k > 0 or accepted(details) == 0
+            for drafter in ("prompt_lookup", "memo"):
+                for k in range(0, 9):
+                    got, details = ask(c, prompt, {"drafter": drafter, "k": k}, **sampling)
+                    assert got == expected, (prompt, sampling, drafter, k, got, expected)
+                    assert k > 0 or accepted(details) == 0
             got, _ = ask(c, prompt, None, **sampling)
             assert got == expected, (prompt, sampling, "auto")
 
@@ -114,6 +115,67 @@ def test_i1_predicted_output_is_a_draft(options):
         assert got == expected
         if content != "Something else entirely.":
             assert accepted(details) >= 30, details
+
+
+@test
+def test_i1_memo_remembers_hot_queries(options):
+    """Asked again, an answer is drafted whole, also one that was sampled, in many requests at once."""
+    c = cluster(options)
+    for number, sampling in enumerate(SAMPLINGS):
+        salt = f"hot {number}"
+        for prompt in (FREE, COPY, "Hi"):  # "Hi": less than a block
+            expected, _ = ask(c, prompt, {"drafter": "none"}, cache_salt=salt, **sampling)
+            got, details = ask(c, prompt, {"drafter": "memo", "k": 8}, cache_salt=salt, **sampling)
+            assert got == expected, (prompt, sampling)
+            # 47 follow the first token, nine a step at most: 5 steps, each with a token of its own.
+            assert accepted(details) == 42 and details["rejected_prediction_tokens"] == 0, \
+                (prompt, sampling, details)
+    wrong = []
+    expected, _ = ask(c, FREE, {"drafter": "none"}, cache_salt="hot 1", **SAMPLINGS[1])
+
+    def run(k):
+        got, details = ask(c, FREE, {"drafter": "memo", "k": k}, cache_salt="hot 1", **SAMPLINGS[1])
+        if got != expected or details["rejected_prediction_tokens"] > 0:
+            wrong.append((k, details))
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in (0, 1, 2, 3, 5, 8, 8, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+@test
+def test_i1_memo_of_another_answer_changes_nothing(options):
+    """The path that is remembered is of another seed: it is left where it is wrong."""
+    c = cluster(options)
+    for seed in range(20, 24):
+        for choices in (1, 3):
+            sampling = {"temperature": 0.9, "seed": seed, "n": choices}
+            expected, _ = ask(c, FREE, {"drafter": "none"}, cache_salt="seeds", **sampling)
+            ask(c, FREE, {"drafter": "none"}, cache_salt="seeds", temperature=0.9, seed=seed + 100)
+            got, _ = ask(c, FREE, {"drafter": "memo", "k": 4}, cache_salt="seeds", **sampling)
+            assert got == expected, sampling
+
+
+@test
+def test_i8_memo_shares_nothing_between_salts(options):
+    c = cluster(options)
+    _, lookup = ask(c, FREE, {"drafter": "prompt_lookup", "k": 8}, temperature=0, cache_salt="ours")
+    _, ours = ask(c, FREE, {"drafter": "memo", "k": 8}, temperature=0, cache_salt="ours")
+    _, theirs = ask(c, FREE, {"drafter": "memo", "k": 8}, temperature=0, cache_salt="theirs")
+    assert accepted(ours) == 42 and ours["rejected_prediction_tokens"] == 0, ours
+    assert theirs == lookup, (theirs, lookup)
+
+
+@test
+def test_memo_without_memory_is_prompt_lookup(options):
+    with Cluster(options.bin, kvstore=0, decode_args=["--memo-memory", "0"]) as c:
+        details = [c.complete(FREE, max_tokens=48, temperature=0, ignore_eos=True,
+                              speculation={"drafter": drafter, "k": 8}).usage["completion_tokens_details"]
+                   for drafter in ("memo", "memo", "prompt_lookup")]
+        assert details[0] == details[1] == details[2], details
 
 
 @test
