@@ -141,6 +141,10 @@ typedef struct dcn_node {
     td_metric_t *returned_computed;
     td_metric_t *drafts_accepted;
     td_metric_t *drafts_rejected;
+    td_metric_t *drafter_steps[TD_DRAFTER_KINDS]; /* NULL: no drafter has that number */
+    td_metric_t *drafter_accepted[TD_DRAFTER_KINDS];
+    td_metric_t *drafter_rejected[TD_DRAFTER_KINDS];
+    td_metric_t *memo_paths;
 } dcn_node_t;
 
 /* dcn_ticket.c */

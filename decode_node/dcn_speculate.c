@@ -71,6 +71,7 @@ void dcn_speculate_learn(dcn_node_t *d, const dcn_choice_t *c)
     if (d->memo != NULL) {
         const td_memo_start_t start = start_of(d, c->ticket);
         td_memo_learn(d->memo, &start, c->tokens, c->token_count, td_now_ns());
+        td_metric_set(d->memo_paths, td_memo_count(d->memo));
     }
 }
 
@@ -135,6 +136,8 @@ void dcn_speculate_plan(dcn_node_t *d)
 
 void dcn_speculate_observe(dcn_node_t *d, dcn_choice_t *c, uint32_t drafted, uint32_t accepted)
 {
+    const uint32_t drafter = c->ticket->work.drafter; /* one that is known: it has drafted */
+
     if (drafted == 0) {
         return;
     }
@@ -142,6 +145,11 @@ void dcn_speculate_observe(dcn_node_t *d, dcn_choice_t *c, uint32_t drafted, uin
     td_acceptance_observe(node_acceptance(d, c), drafted, accepted, NODE_MEMORY);
     c->ticket->drafts_accepted += accepted;
     c->ticket->drafts_rejected += drafted - accepted;
+    if (d->drafter_steps[drafter] != NULL) {
+        td_metric_add(d->drafter_steps[drafter], 1);
+        td_metric_add(d->drafter_accepted[drafter], accepted);
+        td_metric_add(d->drafter_rejected[drafter], drafted - accepted);
+    }
     td_metric_add(d->drafts_accepted, accepted);
     td_metric_add(d->drafts_rejected, drafted - accepted);
 }

@@ -100,6 +100,11 @@ def test_speculation_copies_are_accepted_and_counted(options):
     for result in ("accepted", "rejected"):
         series = f'tandem_decode_draft_tokens_total{{result="{result}"}}'
         assert after[series] - before[series] == details[f"{result}_prediction_tokens"]
+        series = f'tandem_decode_drafter_tokens_total{{drafter="memo",result="{result}"}}'  # auto's
+        assert after[series] - before[series] == details[f"{result}_prediction_tokens"]
+    series = 'tandem_decode_drafter_steps_total{drafter="memo"}'
+    assert 0 < after[series] - before[series] <= 63 - accepted(details)
+    assert after["tandem_decode_memo_paths"] > 0
     assert sum(after[f'tandem_decode_kv_blocks{{state="{state}"}}']
                for state in ("reserved", "active", "quarantined")) == 0
 

@@ -107,6 +107,36 @@ static void test_step_cost_that_was_wrong_does_not_last(void **state)
     assert_near(cost_of(&cost, 5), 3000, 1e-6);
 }
 
+/* Steps of one row until five rows, which cost so much, look cheap again; then they are tried. */
+static uint32_t steps_until_tried(td_step_cost_t *cost, uint64_t ns)
+{
+    uint32_t steps = 0;
+
+    for (; cost_of(cost, 5) > 2000 && steps < 5000; steps++) {
+        td_step_cost_observe(cost, 1, 1000);
+    }
+    td_step_cost_observe(cost, 5, ns);
+    return steps;
+}
+
+static void test_step_cost_that_was_right_is_tried_ever_less(void **state)
+{
+    td_step_cost_t cost;
+    uint32_t before = 0;
+    (void)state;
+
+    memset(&cost, 0, sizeof(cost));
+    td_step_cost_observe(&cost, 5, 3000);
+    for (uint32_t i = 0; i < 7; i++) {
+        const uint32_t steps = steps_until_tried(&cost, 3000 + 400 * (i % 2));
+        assert_true(steps > before);
+        before = steps;
+    }
+    assert_in_range(before, 1000, 4000); /* but not for ever */
+    (void)steps_until_tried(&cost, 1200);
+    assert_near(cost_of(&cost, 5), 1200, 1e-6);
+}
+
 static void test_acceptance_learns_and_forgets(void **state)
 {
     td_acceptance_t a = {0};
@@ -233,6 +263,7 @@ int main(void)
         cmocka_unit_test(test_step_cost_is_near_the_shortest),
         cmocka_unit_test(test_step_cost_of_fewer_rows_is_never_more),
         cmocka_unit_test(test_step_cost_that_was_wrong_does_not_last),
+        cmocka_unit_test(test_step_cost_that_was_right_is_tried_ever_less),
         cmocka_unit_test(test_acceptance_learns_and_forgets),
         cmocka_unit_test(test_spec_plan_takes_what_pays),
         cmocka_unit_test(test_spec_plan_looks_beyond_a_leap),
