@@ -91,8 +91,8 @@ typedef struct dcn_ticket {
 typedef struct dcn_part {
     dcn_choice_t *choice;
     dcn_ticket_t *ticket; /* its ticket: a choice may be gone before its ticket's turn */
-    uint32_t rows;   /* without those of drafts */
-    uint32_t drafts; /* 0 unless it samples */
+    uint32_t rows;        /* without those of drafts */
+    uint32_t drafts;      /* 0 unless it samples */
     bool samples;
 } dcn_part_t;
 
@@ -123,8 +123,8 @@ typedef struct dcn_node {
     td_step_cost_t step_cost;
     td_acceptance_t acceptance[TD_DRAFTER_KINDS][TD_DRAFT_CONFIDENCES]; /* of all choices */
     td_memo_t *memo; /* owned; NULL: answers are not remembered */
-    td_str_t text; /* scratch */
-    td_str_t raw;  /* scratch */
+    td_str_t text;   /* scratch */
+    td_str_t raw;    /* scratch */
     uint64_t tokens_per_s;
     td_metric_t *tokens;
     td_metric_t *requests_ok;
@@ -199,7 +199,8 @@ td_status_t dcn_speculate_open(dcn_node_t *dcn, dcn_choice_t *choice);
 void dcn_speculate_token(dcn_choice_t *choice, uint32_t token);
 /** Remembers a choice's output, which is whole, for those that ask the same. */
 void dcn_speculate_learn(dcn_node_t *dcn, const dcn_choice_t *choice);
-/** Has every part of the step that samples propose, and sets how many of its drafts are verified. */
+/** Has every part of the step that samples propose, and sets how many of its drafts are verified.
+ */
 void dcn_speculate_plan(dcn_node_t *dcn);
 void dcn_speculate_observe(dcn_node_t *dcn, dcn_choice_t *choice, uint32_t drafted,
                            uint32_t accepted);

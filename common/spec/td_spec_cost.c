@@ -37,13 +37,13 @@ void td_step_cost_observe(td_step_cost_t *c, uint32_t rows, uint64_t ns)
     const double time = (double)ns;
 
     c->steps++;
-    if (c->seen[at] > 0 && !is_believed(c, at) && time > c->ns[at] * CONFIRMED) {
-        /* Tried again and no better: it was right, and is asked half as often from now on. */
-        c->ns[at] = TD_MIN(time, c->ns[at] * FOLLOWED_MAX);
-        c->seen[at] = (uint8_t)TD_MIN(c->seen[at] * 2u, SEEN_MAX);
-    } else if (!is_believed(c, at)) {
+    if (c->seen[at] == 0) {
         c->ns[at] = time;
         c->seen[at] = 1;
+    } else if (!is_believed(c, at)) {
+        /* Tried again: whatever came of it, it is asked half as often from now on. */
+        c->ns[at] = TD_MIN(time, c->ns[at] * FOLLOWED_MAX);
+        c->seen[at] = (uint8_t)TD_MIN(c->seen[at] * 2u, SEEN_MAX);
     } else {
         c->ns[at] += (time - c->ns[at]) * (time < c->ns[at] ? COST_DOWN : COST_UP);
         c->seen[at] = (uint8_t)TD_MIN(c->seen[at] + 1u, SEEN_MAX);
