@@ -1,6 +1,40 @@
 #include "decode_node/dcn_node.h"
 
 #include "common/base/td_base.h"
+/* Labels are literals: the registry keeps what it is given. */
+#define DRAFTER_LABELS(name)                                                                       \
+    {                                                                                              \
+        "drafter=\"" name "\"", "drafter=\"" name "\",result=\"accepted\"",                        \
+            "drafter=\"" name "\",result=\"rejected\""                                             \
+    }
+static const char *const labels[TD_DRAFTER_KINDS][3] = {
+    [TD_DRAFTER_PROMPT_LOOKUP] = DRAFTER_LABELS("prompt_lookup"),
+    [TD_DRAFTER_DRAFT_MODEL] = DRAFTER_LABELS("draft_model"),
+    [TD_DRAFTER_EARLY_EXIT] = DRAFTER_LABELS("early_exit"),
+    [TD_DRAFTER_MEMO] = DRAFTER_LABELS("memo")};
+
+static void declare_drafters(dcn_node_t *d)
+{
+    td_metrics_t *m = d->node.proc.metrics;
+    const char *steps = "tandem_decode_drafter_steps_total";
+    const char *tokens = "tandem_decode_drafter_tokens_total";
+    const char *steps_help = "steps of a choice that verified drafts, by its drafter";
+    const char *tokens_help = "drafted tokens that were verified, by drafter";
+
+    for (uint32_t i = 0; i < TD_DRAFTER_KINDS; i++) {
+        if (labels[i][0] != NULL) {
+            d->drafter_steps[i] = td_metrics_counter(m, steps, labels[i][0], steps_help);
+            steps_help = "";
+        }
+    }
+    for (uint32_t i = 0; i < TD_DRAFTER_KINDS; i++) {
+        if (labels[i][0] != NULL) {
+            d->drafter_accepted[i] = td_metrics_counter(m, tokens, labels[i][1], tokens_help);
+            d->drafter_rejected[i] = td_metrics_counter(m, tokens, labels[i][2], "");
+            tokens_help = "";
+        }
+    }
+}
 
 void dcn_metrics_declare(dcn_node_t *d)
 {
@@ -45,4 +79,7 @@ void dcn_metrics_declare(dcn_node_t *d)
                                          "KV came from");
     d->draft_computed = td_metrics_counter(m, contexts, "source=\"computed\"", "");
     d->returned_computed = td_metrics_counter(m, returned, "source=\"computed\"", "");
+    declare_drafters(d);
+    d->memo_paths =
+        td_metrics_gauge(m, "tandem_decode_memo_paths", NULL, "remembered continuations");
 }

@@ -157,6 +157,10 @@ typedef struct dcn_node {
     td_metric_t *draft_kv_states[4];
     td_metric_t *draft_cached;
     td_metric_t *draft_computed;
+    td_metric_t *drafter_steps[TD_DRAFTER_KINDS]; /* NULL: no drafter has that number */
+    td_metric_t *drafter_accepted[TD_DRAFTER_KINDS];
+    td_metric_t *drafter_rejected[TD_DRAFTER_KINDS];
+    td_metric_t *memo_paths;
 } dcn_node_t;
 
 _Static_assert(DCN_DRAFT_JOBS_MAX == DCN_BATCH_ROWS_MAX, "a job for each part of a step");

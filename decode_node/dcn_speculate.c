@@ -100,6 +100,7 @@ void dcn_speculate_learn(dcn_node_t *d, const dcn_choice_t *c)
     if (d->memo != NULL) {
         const td_memo_start_t start = start_of(d, c->ticket);
         td_memo_learn(d->memo, &start, c->tokens, c->token_count, td_now_ns());
+        td_metric_set(d->memo_paths, td_memo_count(d->memo));
     }
 }
 
@@ -217,6 +218,11 @@ void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accep
     td_acceptance_observe(node_acceptance(d, c), tried, accepted, NODE_MEMORY);
     c->ticket->drafts_accepted += accepted;
     c->ticket->drafts_rejected += part->drafts - accepted;
+    if (part->drafts > 0) {
+        td_metric_add(d->drafter_steps[c->drafter], 1);
+        td_metric_add(d->drafter_accepted[c->drafter], accepted);
+        td_metric_add(d->drafter_rejected[c->drafter], part->drafts - accepted);
+    }
     td_metric_add(d->drafts_accepted, accepted);
     td_metric_add(d->drafts_rejected, part->drafts - accepted);
 }

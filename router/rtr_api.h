@@ -19,7 +19,7 @@
 #define RTR_N_MAX 16u
 #define RTR_MESSAGES_MAX 4096u
 #define RTR_DRAFTER_AUTO TD_DRAFTER_MEMO /* costs next to nothing where it finds nothing */
-#define RTR_TEMPERATURE_MIN 1e-4f /* below: the argmax, since 1 / t would not be finite */
+#define RTR_TEMPERATURE_MIN 1e-4f        /* below: the argmax, since 1 / t would not be finite */
 
 typedef enum rtr_kind {
     RTR_KIND_CHAT = 0,

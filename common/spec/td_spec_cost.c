@@ -5,8 +5,10 @@
 #define ROW_COST_PRIOR 0.15 /* of one row's step, for each further row */
 #define COST_DOWN 0.5       /* of the way to a shorter time, and to a longer one: */
 #define COST_UP 0.02        /* nine in ten times are longer than the estimate */
-#define SEEN_MAX 16u
+#define SEEN_MAX 64u
 #define STEPS_FOR_EACH_SEEN 32u /* that an entry is believed for */
+#define CONFIRMED 0.8           /* of what an entry said: no better than that */
+#define FOLLOWED_MAX 1.25       /* times what it said; more is noise until it is seen again */
 #define TRIALS_MIN 1e-3
 
 double td_spec_expected_tokens(double alpha, uint32_t k)
@@ -35,9 +37,13 @@ void td_step_cost_observe(td_step_cost_t *c, uint32_t rows, uint64_t ns)
     const double time = (double)ns;
 
     c->steps++;
-    if (!is_believed(c, at)) {
+    if (c->seen[at] == 0) {
         c->ns[at] = time;
         c->seen[at] = 1;
+    } else if (!is_believed(c, at)) {
+        /* Tried again: whatever came of it, it is asked half as often from now on. */
+        c->ns[at] = TD_MIN(time, c->ns[at] * FOLLOWED_MAX);
+        c->seen[at] = (uint8_t)TD_MIN(c->seen[at] * 2u, SEEN_MAX);
     } else {
         c->ns[at] += (time - c->ns[at]) * (time < c->ns[at] ? COST_DOWN : COST_UP);
         c->seen[at] = (uint8_t)TD_MIN(c->seen[at] + 1u, SEEN_MAX);

@@ -1,4 +1,5 @@
 /* What drafts are expected to give, what they cost, and how many are chosen. */
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -105,6 +106,36 @@ static void test_step_cost_that_was_wrong_does_not_last(void **state)
         td_step_cost_observe(&cost, 1, 1000);
     }
     assert_near(cost_of(&cost, 5), 3000, 1e-6);
+}
+
+/* Steps of one row until five rows, which cost so much, look cheap again; then they are tried. */
+static uint32_t steps_until_tried(td_step_cost_t *cost, uint64_t ns)
+{
+    uint32_t steps = 0;
+
+    for (; cost_of(cost, 5) > 2000 && steps < 5000; steps++) {
+        td_step_cost_observe(cost, 1, 1000);
+    }
+    td_step_cost_observe(cost, 5, ns);
+    return steps;
+}
+
+static void test_step_cost_that_was_right_is_tried_ever_less(void **state)
+{
+    td_step_cost_t cost;
+    uint32_t before = 0;
+    (void)state;
+
+    memset(&cost, 0, sizeof(cost));
+    td_step_cost_observe(&cost, 5, 3000);
+    for (uint32_t i = 0; i < 7; i++) {
+        const uint32_t steps = steps_until_tried(&cost, 3000 + 400 * (i % 2));
+        assert_true(steps > before);
+        before = steps;
+    }
+    assert_in_range(before, 1000, 4000); /* but not for ever */
+    (void)steps_until_tried(&cost, 1200);
+    assert_near(cost_of(&cost, 5), 1200, 1e-6);
 }
 
 static void test_acceptance_learns_and_forgets(void **state)
@@ -240,6 +271,98 @@ static void test_step_cost_that_is_not_seen_grows_old(void **state)
     assert_true(td_step_cost_ns(&cost, 2) < 10); /* in proportion only: as good as nothing */
 }
 
+/* --- a node that is simulated -------------------------------------------------------------------
+ * Its steps take what was measured of a real one; what it sees of that is noise three times in ten,
+ * up to five times as long. Tokens are counted over the times without the noise. */
+
+#define SIM_STEPS 3000u
+#define SIM_K 8u
+#define SIM_AUTO UINT32_MAX
+
+static double sim_random(uint64_t *state)
+{
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return (double)(*state >> 11) * 0x1p-53;
+}
+
+static double sim_cost(uint32_t rows)
+{
+    return rows == 1 ? 2.05e6 : 1.3e6 + 0.66e6 * rows;
+}
+
+/* Tokens a ms of a batch whose drafts, there in a part of the steps, are accepted so often. */
+static double simulate(uint32_t batch, double alpha, double part, uint32_t k)
+{
+    td_step_cost_t cost = {0};
+    td_acceptance_t seen = {0};
+    td_spec_offer_t offers[16];
+    uint64_t state = 7;
+    double tokens = 0;
+    double ns = 0;
+
+    for (uint32_t step = 0; step < SIM_STEPS; step++) {
+        uint32_t rows = 0;
+        double noise = 1;
+        for (uint32_t i = 0; i < batch; i++) {
+            offers[i] = (td_spec_offer_t){.alpha = td_acceptance_rate(&seen, 0.5, 4),
+                                          .proposed = sim_random(&state) < part ? SIM_K : 0};
+            offers[i].k = TD_MIN(k, offers[i].proposed);
+        }
+        if (k == SIM_AUTO) {
+            td_spec_plan(&cost, offers, batch, 0, 192);
+        }
+        for (uint32_t i = 0; i < batch; i++) {
+            uint32_t accepted = 0;
+            while (accepted < offers[i].k && sim_random(&state) < alpha) {
+                accepted++;
+            }
+            if (offers[i].k > 0) {
+                td_acceptance_observe(&seen, offers[i].k, accepted, 0.99);
+            } else if (offers[i].proposed > 0) {
+                td_acceptance_pass(&seen, 0.998);
+            }
+            tokens += 1 + accepted;
+            rows += 1 + offers[i].k;
+        }
+        if (sim_random(&state) < 0.3) {
+            noise += 4 * sim_random(&state);
+        }
+        td_step_cost_observe(&cost, rows, (uint64_t)(sim_cost(rows) * noise));
+        ns += sim_cost(rows);
+    }
+    return tokens / ns * 1e6;
+}
+
+static void test_spec_plan_of_a_noisy_node_is_near_the_best(void **state)
+{
+    static const uint32_t batches[] = {1, 4, 16};
+    static const double alphas[] = {0, 0.2, 0.4, 0.6, 0.8, 0.9, 1};
+    static const double parts[] = {0.2, 1};
+    double logs = 0;
+    uint32_t cells = 0;
+    (void)state;
+
+    for (uint32_t c = 0; c < TD_ARRAY_LEN(batches) * TD_ARRAY_LEN(parts); c++) {
+        for (uint32_t a = 0; a < TD_ARRAY_LEN(alphas); a++) {
+            const uint32_t batch = batches[c / 2];
+            const double none = simulate(batch, alphas[a], parts[c % 2], 0);
+            const double got = simulate(batch, alphas[a], parts[c % 2], SIM_AUTO);
+            double best = none;
+            for (uint32_t k = 1; k <= SIM_K; k++) {
+                best = fmax(best, simulate(batch, alphas[a], parts[c % 2], k));
+            }
+            print_message("batch %2u, drafts in %.1f of the steps, accepted %.1f: "
+                          "%.3f of none, %.3f of the best k\n",
+                          batch, parts[c % 2], alphas[a], got / none, got / best);
+            assert_true(got >= 0.95 * none);
+            logs += log(got / best);
+            cells++;
+        }
+    }
+    print_message("%.3f of the best k in the geometric mean\n", exp(logs / cells));
+    assert_true(exp(logs / cells) >= 0.97);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -248,11 +371,13 @@ int main(void)
         cmocka_unit_test(test_step_cost_is_near_the_shortest),
         cmocka_unit_test(test_step_cost_of_fewer_rows_is_never_more),
         cmocka_unit_test(test_step_cost_that_was_wrong_does_not_last),
+        cmocka_unit_test(test_step_cost_that_was_right_is_tried_ever_less),
         cmocka_unit_test(test_acceptance_learns_and_forgets),
         cmocka_unit_test(test_spec_plan_takes_what_pays),
         cmocka_unit_test(test_spec_plan_looks_beyond_a_leap),
         cmocka_unit_test(test_spec_plan_is_the_best),
         cmocka_unit_test(test_step_cost_that_is_not_seen_grows_old),
+        cmocka_unit_test(test_spec_plan_of_a_noisy_node_is_near_the_best),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
