@@ -240,10 +240,13 @@ def test_another_vocabulary_is_refused(options):
 
 @test
 def test_i1_small_draft_pool(options):
-    """Room for one request's context, or for no whole one: whoever finds none doesn't draft."""
+    """Room for some contexts but not for what they become, or for no whole one: whoever finds none
+    doesn't draft."""
     for blocks in (24, 4):
         with Cluster(options.bin, draft_model=truncated(options, 10),
                      decode_args=["--draft-kv-memory", str(blocks * DRAFT_BLOCK_BYTES)]) as c:
+            for _ in range(24):  # outputs are short, it learns, and promises little
+                c.complete(FREE, max_tokens=4, ignore_eos=True)
             alone = c.complete(COPY, max_tokens=60, temperature=0, ignore_eos=True,
                                speculation={"drafter": "none"}).text
 
@@ -258,6 +261,25 @@ def test_i1_small_draft_pool(options):
                          for r in ("accepted", "rejected"))
             assert (drafts > 0) == (blocks == 24), (blocks, drafts)
             nothing_held(c)
+
+
+@test
+def test_i1_model_drafters_under_a_window(options):
+    """Blocks that no later position sees are given up in the draft model's pool as well."""
+    with Cluster(options.bin, draft_model=truncated(options, 10), attention="window:64,4",
+                 decode_args=["--draft-confidence", "1",
+                              "--draft-kv-memory", str(16 * DRAFT_BLOCK_BYTES)]) as c:
+        prompt = COPY * 4  # many times the window, and more than the draft model's pool
+        for drafter in DRAFTERS:
+            expected = c.complete(prompt, max_tokens=24, temperature=0, ignore_eos=True,
+                                  speculation={"drafter": "none"}).text
+            reply = c.complete(prompt, max_tokens=24, temperature=0, ignore_eos=True,
+                               speculation={"drafter": drafter, "k": 4})
+            assert reply.text == expected, (drafter, reply.text, expected)
+            assert drafted(reply.usage["completion_tokens_details"]) > 0, drafter
+        assert c.metrics("decode-1")[
+            'tandem_decode_draft_context_tokens_total{source="computed"}'] > 16 * 16
+        nothing_held(c)
 
 
 @test
