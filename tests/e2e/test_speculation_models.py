@@ -257,8 +257,8 @@ def test_i1_small_draft_pool(options):
                 assert reply.text == alone, (number, reply.text, alone)
 
             run_together([(number,) for number in range(5)], run)
-            drafts = sum(c.metrics("decode-1")[f'tandem_decode_draft_tokens_total{{result="{r}"}}']
-                         for r in ("accepted", "rejected"))
+            series = 'tandem_decode_drafter_tokens_total{{drafter="draft_model",result="{}"}}'
+            drafts = sum(c.metrics("decode-1")[series.format(r)] for r in ("accepted", "rejected"))
             assert (drafts > 0) == (blocks == 24), (blocks, drafts)
             nothing_held(c)
 
