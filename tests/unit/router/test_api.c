@@ -267,7 +267,7 @@ static const refusal_t refusals[] = {
     {RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"drafter\":3}"), 400, "speculation",
      "must be a string"},
     {RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"drafter\":\"oracle\"}"), 400, "speculation",
-     "early_exit, memo, got \"oracle\""},
+     TD_DRAFTER_NAMES ", got \"oracle\""},
     {RTR_KIND_COMPLETION, TEXT(",\"speculation\":{\"k\":17}"), 400, "k", "got 17"},
     {RTR_KIND_CHAT, CHAT(",\"prediction\":\"ab\""), 400, "prediction", "must be {"},
     {RTR_KIND_CHAT, CHAT(",\"prediction\":{\"type\":\"content\",\"content\":[3]}"), 400,
