@@ -8,21 +8,21 @@
 
 /* --- the loop's thread ------------------------------------------------------------------------ */
 
-dcn_drafter_t *dcn_draft_of(dcn_node_t *d, const dcn_choice_t *c)
+dcn_drafter_t *dcn_draft_passes(dcn_node_t *d, uint32_t drafter)
 {
-    dcn_drafter_t *drafter = NULL;
+    dcn_drafter_t *passes = NULL;
 
-    if (c->drafter == TD_DRAFTER_DRAFT_MODEL) {
-        drafter = &d->draft_passes;
-    } else if (c->drafter == TD_DRAFTER_EARLY_EXIT) {
-        drafter = &d->exit_passes;
+    if (drafter == TD_DRAFTER_DRAFT_MODEL) {
+        passes = &d->draft_passes;
+    } else if (drafter == TD_DRAFTER_EARLY_EXIT) {
+        passes = &d->exit_passes;
     }
-    return drafter == NULL || drafter->model == NULL ? NULL : drafter;
+    return passes == NULL || passes->model == NULL ? NULL : passes;
 }
 
 uint32_t dcn_draft_offer(dcn_node_t *d, const dcn_choice_t *c, uint32_t k)
 {
-    if (dcn_draft_of(d, c) == NULL) {
+    if (dcn_draft_passes(d, c->drafter) == NULL) {
         return 0;
     }
     return c->drafter == TD_DRAFTER_DRAFT_MODEL ? dcn_draft_model_offer(d, c, k) : k;

@@ -74,8 +74,8 @@ static inline bool dcn_drafter_needs_passes(uint32_t drafter)
 {
     return drafter == TD_DRAFTER_DRAFT_MODEL || drafter == TD_DRAFTER_EARLY_EXIT;
 }
-/** The passes of a choice's drafter; NULL: it needs none, or this node has no such model. */
-dcn_drafter_t *dcn_draft_of(struct dcn_node *dcn, const struct dcn_choice *choice);
+/** The passes of a drafter (td_drafter_t); NULL: it needs none, or this node has no such model. */
+dcn_drafter_t *dcn_draft_passes(struct dcn_node *dcn, uint32_t drafter);
 /** Up to how many of k tokens could be drafted, if its context was computed. */
 uint32_t dcn_draft_offer(struct dcn_node *dcn, const struct dcn_choice *choice, uint32_t k);
 /** Before a step's jobs. */

@@ -156,14 +156,11 @@ static void make_keys(dcn_choice_t *c, uint32_t tokens)
 {
     dcn_draft_kv_t *kv = &c->draft_kv;
     const uint32_t block_tokens = kv->seq.layout->block_tokens;
-    uint32_t ids[1024];
 
     for (; (kv->key_count + 1) * block_tokens <= tokens; kv->key_count++) {
-        for (uint32_t i = 0; i < block_tokens; i++) {
-            ids[i] = dcn_choice_token(c, kv->key_count * block_tokens + i);
-        }
-        td_block_key_next(&kv->root, kv->key_count > 0 ? &kv->keys[kv->key_count - 1] : NULL, ids,
-                          block_tokens, &kv->keys[kv->key_count]);
+        dcn_choice_block_key(c, &kv->root, block_tokens, kv->key_count,
+                             kv->key_count > 0 ? &kv->keys[kv->key_count - 1] : NULL,
+                             &kv->keys[kv->key_count]);
     }
 }
 
@@ -266,10 +263,7 @@ void dcn_draft_model_settle(dcn_node_t *d, const dcn_draft_job_t *job)
         const uint32_t at = kv->indexed;
         /* Nobody else ever reads them, so nobody asks for their hash. Another choice may have been
          * faster: then ours stays private. */
-        (void)!td_pool_index_after(
-            d->draft_model.pool, kv->seq.blocks[at],
-            at > 0 && kv->seq.mask->kind == TD_ATTENTION_FULL ? &kv->keys[at - 1] : NULL,
-            &kv->keys[at], 0);
+        (void)!td_seq_index(&kv->seq, at, at > 0 ? &kv->keys[at - 1] : NULL, &kv->keys[at], 0);
     }
     td_seq_forget(&kv->seq, kv->tokens);
 }

@@ -1,6 +1,7 @@
 #include "decode_node/dcn_node.h"
 
 #include "common/base/td_base.h"
+
 /* Labels are literals: the registry keeps what it is given. */
 #define DRAFTER_LABELS(name)                                                                       \
     {                                                                                              \
@@ -21,18 +22,14 @@ static void declare_drafters(dcn_node_t *d)
     const char *steps_help = "steps of a choice that verified drafts, by its drafter";
     const char *tokens_help = "drafted tokens that were verified, by drafter";
 
-    for (uint32_t i = 0; i < TD_DRAFTER_KINDS; i++) {
-        if (labels[i][0] != NULL) {
-            d->drafter_steps[i] = td_metrics_counter(m, steps, labels[i][0], steps_help);
-            steps_help = "";
-        }
+    for (uint32_t i = TD_DRAFTER_NONE + 1; i < TD_DRAFTER_KINDS; i++) {
+        d->drafter_steps[i] = td_metrics_counter(m, steps, labels[i][0], steps_help);
+        steps_help = "";
     }
-    for (uint32_t i = 0; i < TD_DRAFTER_KINDS; i++) {
-        if (labels[i][0] != NULL) {
-            d->drafter_accepted[i] = td_metrics_counter(m, tokens, labels[i][1], tokens_help);
-            d->drafter_rejected[i] = td_metrics_counter(m, tokens, labels[i][2], "");
-            tokens_help = "";
-        }
+    for (uint32_t i = TD_DRAFTER_NONE + 1; i < TD_DRAFTER_KINDS; i++) {
+        d->drafter_accepted[i] = td_metrics_counter(m, tokens, labels[i][1], tokens_help);
+        d->drafter_rejected[i] = td_metrics_counter(m, tokens, labels[i][2], "");
+        tokens_help = "";
     }
 }
 

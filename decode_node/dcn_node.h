@@ -157,7 +157,7 @@ typedef struct dcn_node {
     td_metric_t *draft_kv_states[4];
     td_metric_t *draft_cached;
     td_metric_t *draft_computed;
-    td_metric_t *drafter_steps[TD_DRAFTER_KINDS]; /* NULL: no drafter has that number */
+    td_metric_t *drafter_steps[TD_DRAFTER_KINDS]; /* [TD_DRAFTER_NONE] is NULL */
     td_metric_t *drafter_accepted[TD_DRAFTER_KINDS];
     td_metric_t *drafter_rejected[TD_DRAFTER_KINDS];
     td_metric_t *memo_paths;
@@ -209,6 +209,11 @@ void dcn_return_fetched(dcn_node_t *dcn, dcn_ticket_t *ticket, td_node_fetch_t *
 void dcn_return_fini(dcn_ticket_t *ticket);
 /** The token at a position of a choice's sequence. */
 uint32_t dcn_choice_token(const dcn_choice_t *choice, uint32_t position);
+/** The key of a full block of that sequence, under a root; parent: of the block before it, or NULL.
+ */
+void dcn_choice_block_key(const dcn_choice_t *choice, const td_block_root_t *root,
+                          uint32_t block_tokens, uint32_t block, const td_block_key_t *parent,
+                          td_block_key_t *out);
 
 /* dcn_speculate.c: drafts of the running choices */
 /** Makes the choice's drafter, if its request has one. Errors: TD_ERR_NO_MEMORY. */

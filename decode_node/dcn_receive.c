@@ -164,7 +164,6 @@ static td_status_t compare(dcn_node_t *d, dcn_ticket_t *t)
             continue;
         }
         uint32_t at = next++;
-        uint32_t idx = t->seq.blocks[i];
         uint64_t sum = td_block_checksum(t->hashes[i], &t->keys[i], t->ready.epochs[at]);
         if (!td_block_key_equal(&t->ready.keys[at], &t->keys[i])) {
             return TD_ERR_PROTOCOL; /* other tokens, model, secret or salt than ours */
@@ -174,11 +173,10 @@ static td_status_t compare(dcn_node_t *d, dcn_ticket_t *t)
             status = TD_ERR_CORRUPT;
             continue;
         }
-        if (i < t->full_blocks &&
-            td_pool_index_after(d->node.pool, idx,
-                                i > 0 ? td_node_parent(&d->node, &t->keys[i - 1]) : NULL,
-                                &t->keys[i], t->hashes[i]) == TD_ERR_EXISTS) {
-            continue; /* a concurrent request brought it too: this copy stays private */
+        if (i <
+            t->full_blocks) { /* a concurrent request may have brought it too: ours is private */
+            (void)!td_seq_index(&t->seq, i, i > 0 ? &t->keys[i - 1] : NULL, &t->keys[i],
+                                t->hashes[i]);
         }
     }
     return status;

@@ -18,6 +18,17 @@ uint32_t dcn_choice_token(const dcn_choice_t *c, uint32_t position)
                                        : c->tokens[position - w->prompt_tokens];
 }
 
+void dcn_choice_block_key(const dcn_choice_t *c, const td_block_root_t *root, uint32_t block_tokens,
+                          uint32_t block, const td_block_key_t *parent, td_block_key_t *out)
+{
+    uint32_t tokens[1024]; /* the most of --block-tokens */
+
+    for (uint32_t i = 0; i < block_tokens; i++) {
+        tokens[i] = dcn_choice_token(c, block * block_tokens + i);
+    }
+    td_block_key_next(root, parent, tokens, block_tokens, out);
+}
+
 /* Positions whose KV had been written. */
 static uint32_t written_tokens(const dcn_ticket_t *t)
 {

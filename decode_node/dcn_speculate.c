@@ -22,9 +22,7 @@ static td_status_t open_model_drafter(dcn_node_t *d, dcn_choice_t *c)
 {
     const td_msg_work_t *w = &c->ticket->work;
 
-    c->drafter = w->drafter;
-    if (dcn_draft_of(d, c) == NULL) {
-        c->drafter = TD_DRAFTER_NONE;
+    if (dcn_draft_passes(d, w->drafter) == NULL) {
         if (!d->draft_model_missed) {
             d->draft_model_missed = true;
             TD_LOG_WARN("drafter not possible here", "req=%s drafter=%s try=\"--draft-model\"",
@@ -32,6 +30,7 @@ static td_status_t open_model_drafter(dcn_node_t *d, dcn_choice_t *c)
         }
         return TD_OK;
     }
+    c->drafter = w->drafter;
     return w->drafter == TD_DRAFTER_DRAFT_MODEL ? dcn_draft_model_admit(d, c) : TD_OK;
 }
 
@@ -136,31 +135,32 @@ static uint32_t propose(dcn_node_t *d, dcn_choice_t *c)
     return proposed;
 }
 
-/* How many parts of the step share the passes of each drafter. */
+/* How many parts of the step a drafter's passes could be shared by, and how many share them. */
 typedef struct sharers {
-    uint32_t offered[TD_DRAFTER_KINDS];
-    uint32_t planned[TD_DRAFTER_KINDS];
+    uint32_t offered;
+    uint32_t planned;
+    double draft_ns; /* of a draft of each, as part of a pass */
 } sharers_t;
 
 /* A pass is shared by the choices that draft, so each pays its part. Nothing is known before the
  * first: then it is tried. */
-static double draft_ns(dcn_node_t *d, const dcn_choice_t *c, const sharers_t *sharers)
+static void cost_of_drafts(dcn_node_t *d, sharers_t sharers[TD_DRAFTER_KINDS])
 {
-    const dcn_drafter_t *p = dcn_draft_of(d, c);
-    const uint32_t rows = sharers->offered[c->drafter];
-
-    return p == NULL || rows == 0 ? 0 : td_step_cost_ns(&p->cost, rows) / rows;
+    for (uint32_t kind = 0; kind < TD_DRAFTER_KINDS; kind++) {
+        const dcn_drafter_t *p = dcn_draft_passes(d, kind);
+        sharers_t *s = &sharers[kind];
+        s->draft_ns =
+            p == NULL || s->offered == 0 ? 0 : td_step_cost_ns(&p->cost, s->offered) / s->offered;
+    }
 }
 
-static void age_costs(dcn_node_t *d, const sharers_t *sharers)
+static void age_costs(dcn_node_t *d, const sharers_t sharers[TD_DRAFTER_KINDS])
 {
-    if (sharers->offered[TD_DRAFTER_DRAFT_MODEL] > 0 &&
-        sharers->planned[TD_DRAFTER_DRAFT_MODEL] == 0) {
-        td_step_cost_pass(&d->draft_passes.cost);
-    }
-    if (sharers->offered[TD_DRAFTER_EARLY_EXIT] > 0 &&
-        sharers->planned[TD_DRAFTER_EARLY_EXIT] == 0) {
-        td_step_cost_pass(&d->exit_passes.cost);
+    for (uint32_t kind = 0; kind < TD_DRAFTER_KINDS; kind++) {
+        dcn_drafter_t *p = dcn_draft_passes(d, kind);
+        if (p != NULL && sharers[kind].offered > 0 && sharers[kind].planned == 0) {
+            td_step_cost_pass(&p->cost);
+        }
     }
 }
 
@@ -168,7 +168,7 @@ void dcn_speculate_plan(dcn_node_t *d)
 {
     dcn_batch_t *b = &d->batch;
     td_spec_offer_t offers[DCN_BATCH_ROWS_MAX];
-    sharers_t sharers = {0};
+    sharers_t sharers[TD_DRAFTER_KINDS] = {0};
     uint32_t count = 0;
     uint32_t rows = 0;
     uint32_t at = 0;
@@ -178,15 +178,16 @@ void dcn_speculate_plan(dcn_node_t *d)
         rows += b->parts[i].rows;
         if (b->parts[i].samples) {
             const uint32_t proposed = propose(d, c);
-            sharers.offered[c->drafter] += proposed > 0;
+            sharers[c->drafter].offered += proposed > 0;
             offers[count++] = (td_spec_offer_t){.alpha = proposed == 0 ? 0 : acceptance_of(d, c),
                                                 .proposed = proposed,
                                                 .k_min = TD_MIN(c->ticket->work.k_min, proposed)};
         }
     }
+    cost_of_drafts(d, sharers);
     for (uint32_t i = 0; i < b->part_count; i++) {
         if (b->parts[i].samples) {
-            offers[at++].draft_ns = draft_ns(d, b->parts[i].choice, &sharers);
+            offers[at++].draft_ns = sharers[b->parts[i].choice->drafter].draft_ns;
         }
     }
     td_spec_plan(&d->step_cost, offers, count, rows - count, d->rows_max);
@@ -198,11 +199,11 @@ void dcn_speculate_plan(dcn_node_t *d)
                 td_acceptance_pass(&c->acceptance[c->confidence], CHOICE_PASS_MEMORY);
                 td_acceptance_pass(node_acceptance(d, c), NODE_PASS_MEMORY);
             }
-            sharers.planned[c->drafter] += offers[at].k > 0;
+            sharers[c->drafter].planned += offers[at].k > 0;
             b->parts[i].drafts = offers[at++].k;
         }
     }
-    age_costs(d, &sharers);
+    age_costs(d, sharers);
 }
 
 void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accepted)

@@ -13,24 +13,18 @@ void dcn_stream_publish(dcn_node_t *d, dcn_choice_t *c)
 {
     dcn_ticket_t *t = c->ticket;
     uint32_t block_tokens = td_node_layout(&d->node)->block_tokens;
-    uint32_t tokens[1024];
 
     while ((c->published + 1) * block_tokens <= c->kv_tokens) {
-        uint32_t start = c->published * block_tokens;
         uint32_t idx = c->seq.blocks[c->published];
         td_block_key_t key;
         uint64_t hash = 0;
-        for (uint32_t i = 0; i < block_tokens; i++) {
-            tokens[i] = dcn_choice_token(c, start + i);
-        }
-        td_block_key_next(&t->root, c->published > 0 ? &c->last_key : NULL, tokens, block_tokens,
-                          &key);
+        dcn_choice_block_key(c, &t->root, block_tokens, c->published,
+                             c->published > 0 ? &c->last_key : NULL, &key);
         hash = td_block_content_hash(td_pool_bytes(d->node.pool, idx),
                                      td_pool_block_bytes(d->node.pool));
         if (!td_pool_is_indexed(d->node.pool, idx) &&
-            td_pool_index_after(d->node.pool, idx,
-                                c->published > 0 ? td_node_parent(&d->node, &c->last_key) : NULL,
-                                &key, hash) == TD_OK) {
+            td_seq_index(&c->seq, c->published, c->published > 0 ? &c->last_key : NULL, &key,
+                         hash) == TD_OK) {
             td_status_t status = kvs_client_put(d->store, &idx, 1);
             if (status != TD_OK) {
                 TD_LOG_DEBUG("block not offered", "req=%s status=%s", t->work.request_id,

@@ -714,28 +714,22 @@ static td_status_t remove_one(kvs_master_t *m, const td_block_key_t *key)
 {
     kvs_entry_t *e = kvs_index_find(m->index, key);
     const uint32_t cold = kvs_cold_find(m->cold, key);
-    bool left = true;
+    bool left = e != NULL;
     bool sent = true;
 
     if (!kvs_master_leads(m) || !kvs_master_is_complete(m)) {
         return TD_ERR_BUSY; /* a segment may still tell of it */
     }
-    if (e == NULL && cold == KVS_NONE) {
-        kvs_removed_add(m->removed, key, td_now_ns()); /* a segment that is away may have it */
-        return TD_ERR_NOT_FOUND;
-    }
-    if (e == NULL) {
-        kvs_removed_add(m->removed, key, td_now_ns());
-        kvs_cold_remove(m->cold, key, cold);
-        return send_evict(m, cold, TD_MSG_EVICT_REMOVE, key, 1) ? TD_OK : TD_ERR_BUSY;
-    }
-    if (e->storing > 0) {
+    if (e != NULL && e->storing > 0) {
         return TD_INPROGRESS;
     }
-    if (e->lease_until_ns > td_now_ns()) {
+    if (e != NULL && e->lease_until_ns > td_now_ns()) {
         return TD_ERR_BUSY;
     }
-    kvs_removed_add(m->removed, key, td_now_ns());
+    kvs_removed_add(m->removed, key, td_now_ns()); /* a segment that is away may have it, too */
+    if (e == NULL && cold == KVS_NONE) {
+        return TD_ERR_NOT_FOUND;
+    }
     while (left) {
         kvs_replica_t *r = &m->index->replicas[e->first];
         const uint32_t segment = r->segment;

@@ -314,8 +314,6 @@ static bool was_taken(const kvs_segment_info_t *s, const td_block_key_t *key)
     return false;
 }
 
-/* A block of a segment's memory. Readers that another leader told of it may still be at it: it
- * counts as leased from the mounting on. False: there is no room for it. */
 /* Removed while the segment was away: it has not heard of that. */
 static bool was_removed(const kvs_master_t *m, uint32_t segment, const td_block_key_t *key)
 {
@@ -323,6 +321,8 @@ static bool was_removed(const kvs_master_t *m, uint32_t segment, const td_block_
     return at_ns != 0 && at_ns <= m->segments[segment].mounted_ns;
 }
 
+/* A block of a segment's memory. Readers that another leader told of it may still be at it: it
+ * counts as leased from the mounting on. False: there is no room for it. */
 static bool adopt_one(kvs_master_t *m, uint32_t segment, const td_msg_blocks_t *told, uint32_t i)
 {
     const kvs_segment_info_t *s = &m->segments[segment];
@@ -358,8 +358,8 @@ static void adopt(kvs_master_t *m, uint32_t segment, const td_msg_blocks_t *told
             surplus[count++] = told->keys[i];
         }
     }
-    kvs_master_evict_told(m, segment, TD_MSG_EVICT_DEMOTE, surplus,
-                          count); /* else nobody ever would */
+    /* Nobody would ever know of them. */
+    kvs_master_evict_told(m, segment, TD_MSG_EVICT_DEMOTE, surplus, count);
     if (told->is_last) {
         TD_LOG_INFO("segment has told all", "segment=%s keys=%u took_ms=%llu", s->id,
                     m->index->shares[segment].used,

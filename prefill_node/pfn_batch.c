@@ -258,9 +258,8 @@ static void publish_blocks(pfn_node_t *p, pfn_request_t *r, uint32_t end, bool o
     for (; r->published_blocks < end; r->published_blocks++) {
         const uint32_t b = r->published_blocks;
         uint32_t idx = r->seq.blocks[b];
-        if (td_pool_index_after(p->node.pool, idx,
-                                b > 0 ? td_node_parent(&p->node, &r->keys[b - 1]) : NULL,
-                                &r->keys[b], r->hashes[b]) != TD_OK ||
+        if (td_seq_index(&r->seq, b, b > 0 ? &r->keys[b - 1] : NULL, &r->keys[b], r->hashes[b]) !=
+                TD_OK ||
             !offered) {
             continue;
         }

@@ -204,6 +204,15 @@ uint32_t td_seq_grow(td_seq_t *seq)
     return idx;
 }
 
+td_status_t td_seq_index(td_seq_t *seq, uint32_t block, const td_block_key_t *parent_key,
+                         const td_block_key_t *key, uint64_t content_hash)
+{
+    const bool is_full = seq->mask->kind == TD_ATTENTION_FULL;
+
+    return td_pool_index_after(seq->pool, seq->blocks[block], is_full ? parent_key : NULL, key,
+                               content_hash);
+}
+
 void td_seq_fork(td_seq_t *seq, const td_seq_t *src)
 {
     for (uint32_t i = 0; i < src->block_count; i++) {

@@ -64,6 +64,12 @@ void td_seq_trim(td_seq_t *seq, uint32_t most);
  */
 uint32_t td_seq_grow(td_seq_t *seq);
 uint32_t td_seq_grow_raw(td_seq_t *seq);
+/** Indexes an entry's block under its key; parent_key: that of the entry before it, NULL: it is the
+ * first. Under a mask blocks don't need those before them for long, so no block names what it
+ * follows. Errors: as td_pool_index(). */
+TD_MUST_CHECK td_status_t td_seq_index(td_seq_t *seq, uint32_t block,
+                                       const td_block_key_t *parent_key, const td_block_key_t *key,
+                                       uint64_t content_hash);
 /** Shares all blocks of src, including a partial last one; both may go on growing. */
 void td_seq_fork(td_seq_t *seq, const td_seq_t *src);
 /** Makes the block of a position exist and be ours alone before a write there: grows, or copies a

@@ -258,11 +258,6 @@ const td_attention_mask_t *td_node_mask(const td_node_t *n)
     return &n->info->attention;
 }
 
-const td_block_key_t *td_node_parent(const td_node_t *n, const td_block_key_t *previous)
-{
-    return n->info->attention.kind == TD_ATTENTION_FULL ? previous : NULL;
-}
-
 void td_node_forget(td_node_t *n, uint64_t ticket, uint32_t attempt)
 {
     n->forgotten_ticket[n->forgotten_next] = ticket;
@@ -422,9 +417,7 @@ uint32_t td_node_fetch_keep(td_node_t *n, td_seq_t *seq, uint32_t first, const t
             continue;
         }
         /* Another request may have brought the same block meanwhile: then ours stays private. */
-        (void)!td_pool_index_after(n->pool, seq->blocks[at],
-                                   at > 0 ? td_node_parent(n, &keys[at - 1]) : NULL, &keys[at],
-                                   hashes[at]);
+        (void)!td_seq_index(seq, at, at > 0 ? &keys[at - 1] : NULL, &keys[at], hashes[at]);
     }
     if (at < seq->block_count && td_node_mask(n)->kind != TD_ATTENTION_FULL) {
         at = first;

@@ -120,9 +120,6 @@ void td_node_root_of(const td_node_t *node, const td_model_info_t *info, const v
                      size_t salt_len, td_block_root_t *out);
 const td_kv_layout_t *td_node_layout(const td_node_t *node);
 const td_attention_mask_t *td_node_mask(const td_node_t *node);
-/** The key that a block's index entry names as the one it follows (td_pool_index_after()). Under a
- * mask blocks don't need those before them for long, so there is none. */
-const td_block_key_t *td_node_parent(const td_node_t *node, const td_block_key_t *previous);
 void td_node_update_kv_metrics(td_node_t *node);
 
 /** Remembers that a ticket's attempt and lower ones are over; tells whether a message comes too

@@ -18,14 +18,13 @@ static const struct {
 
 const char *td_drafter_name(td_drafter_t drafter)
 {
-    const bool known = (uint32_t)drafter < TD_DRAFTER_KINDS && drafters[drafter].name != NULL;
-    return known ? drafters[drafter].name : "unknown";
+    return (uint32_t)drafter < TD_DRAFTER_KINDS ? drafters[drafter].name : "unknown";
 }
 
 td_status_t td_drafter_parse(const char *name, td_drafter_t *out)
 {
     for (uint32_t i = 0; i < TD_DRAFTER_KINDS; i++) {
-        if (drafters[i].name != NULL && strcmp(name, drafters[i].name) == 0) {
+        if (strcmp(name, drafters[i].name) == 0) {
             *out = (td_drafter_t)i;
             return TD_OK;
         }

@@ -20,7 +20,7 @@ typedef enum td_drafter {
     TD_DRAFTER_PROMPT_LOOKUP = 1,
     TD_DRAFTER_DRAFT_MODEL = 2, /* passes of a second, smaller model: the decode node's own */
     TD_DRAFTER_EARLY_EXIT = 3,  /* passes of the model's first layers: as well */
-    TD_DRAFTER_MEMO = 4,        /* what followed before in this cluster, else as prompt_lookup */
+    TD_DRAFTER_MEMO = 4,        /* what followed before on this node, else as prompt_lookup */
     TD_DRAFTER_KINDS
 } td_drafter_t;
 
