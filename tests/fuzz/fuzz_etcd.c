@@ -1,6 +1,5 @@
 /* Reads any bytes as an answer of etcd's JSON gateway. Built with a fuzzing engine, or alone: then
  * it replays the corpus (answers of an etcd 3.4) and changes of every byte of it. */
-#include <dirent.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -64,23 +63,6 @@ static bool replay_file(const char *dir, const char *name)
 
 int main(int argc, char **argv)
 {
-    const char *dir_path = argc > 1 ? argv[1] : CORPUS_DIR;
-    DIR *dir = opendir(dir_path);
-    const struct dirent *entry = NULL;
-    uint32_t files = 0;
-
-    while (dir != NULL && (entry = readdir(dir)) != NULL) {
-        files += entry->d_name[0] != '.' && replay_file(dir_path, entry->d_name);
-    }
-    if (dir != NULL) {
-        (void)closedir(dir);
-    }
-    if (files == 0) {
-        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
-        return 1;
-    }
-    printf("replayed %u files and changes of every byte\n", files);
-    printf("[  PASSED  ] 1 test(s).\n");
-    return 0;
+    return fuzz_replay_folder(argc > 1 ? argv[1] : CORPUS_DIR, replay_file, false);
 }
 #endif

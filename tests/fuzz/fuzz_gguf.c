@@ -1,7 +1,6 @@
 /* Opens any bytes as a model file and uses all that opening promised: every tensor's bytes, the
  * typed values, the tokenizer and the chat template. Built with a fuzzing engine, or alone: then
  * it replays the corpus and changes of every byte of it. */
-#include <dirent.h>
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -139,33 +138,6 @@ static bool replay_file(const char *dir, const char *name)
 
 int main(int argc, char **argv)
 {
-    const char *dir_path = argc > 1 ? argv[1] : CORPUS_DIR;
-    DIR *dir = opendir(dir_path);
-    const struct dirent *entry = NULL;
-    uint32_t files = 0;
-    int saved = dup(STDERR_FILENO);
-    int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
-
-    if (dir == NULL || saved < 0 || null < 0) {
-        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
-        return 1;
-    }
-    if (getenv("TD_FUZZ_LOG") == NULL) { /* each refusal is a log line */
-        (void)dup2(null, STDERR_FILENO);
-    }
-    while ((entry = readdir(dir)) != NULL) {
-        files += entry->d_name[0] != '.' && replay_file(dir_path, entry->d_name);
-    }
-    (void)dup2(saved, STDERR_FILENO);
-    (void)closedir(dir);
-    (void)close(null);
-    (void)close(saved);
-    if (files == 0) {
-        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
-        return 1;
-    }
-    printf("replayed %u files and changes of every byte\n", files);
-    printf("[  PASSED  ] 1 test(s).\n");
-    return 0;
+    return fuzz_replay_folder(argc > 1 ? argv[1] : CORPUS_DIR, replay_file, true);
 }
 #endif

@@ -3,10 +3,14 @@
  * sees one byte too many. Threads: owner. */
 #pragma once
 
+#include <dirent.h>
+#include <fcntl.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "common/base/td_base.h"
 
@@ -38,6 +42,54 @@ static inline void fuzz_replay(const uint8_t *bytes, size_t len, const uint8_t m
         (void)LLVMFuzzerTestOneInput(copy, cut);
         td_free(copy);
     }
+}
+
+/** How many files of a folder were replayed. */
+static inline uint32_t fuzz_replay_files(const char *path,
+                                         bool (*replay)(const char *dir, const char *name))
+{
+    DIR *dir = opendir(path);
+    const struct dirent *entry = NULL;
+    uint32_t files = 0;
+
+    while (dir != NULL && (entry = readdir(dir)) != NULL) {
+        files += entry->d_name[0] != '.' && replay(path, entry->d_name);
+    }
+    if (dir != NULL) {
+        (void)closedir(dir);
+    }
+    return files;
+}
+
+/** Replays every file of a folder and says so, as cmocka would. replay: false where a file can't be
+ * read. quietly: without what the code under test logs, a line for each refusal. Answers the exit
+ * code. */
+static inline int fuzz_replay_folder(const char *path,
+                                     bool (*replay)(const char *dir, const char *name),
+                                     bool quietly)
+{
+    const int saved = dup(STDERR_FILENO);
+    const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    uint32_t files = 0;
+
+    if (saved < 0 || null < 0) {
+        perror("standard error");
+        return 1;
+    }
+    if (quietly && getenv("TD_FUZZ_LOG") == NULL) {
+        (void)dup2(null, STDERR_FILENO);
+    }
+    files = fuzz_replay_files(path, replay);
+    (void)dup2(saved, STDERR_FILENO);
+    (void)close(null);
+    (void)close(saved);
+    if (files == 0) {
+        (void)fprintf(stderr, "no corpus in %s\n", path);
+        return 1;
+    }
+    printf("replayed %u files and changes of every byte\n", files);
+    printf("[  PASSED  ] 1 test(s).\n");
+    return 0;
 }
 
 /** Reads a file of a corpus, at most cap bytes of it. False when it cannot be opened. */

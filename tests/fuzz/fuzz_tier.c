@@ -3,7 +3,6 @@
  * right, so that the checks behind it are reached too. Built with a fuzzing engine, or alone: then
  * it replays the corpus and changes of every byte of it. With the argument --make DIR it writes the
  * corpus. */
-#include <dirent.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -166,29 +165,9 @@ static bool replay_file(const char *dir, const char *name)
 
 int main(int argc, char **argv)
 {
-    const char *dir_path = argc > 1 ? argv[1] : CORPUS_DIR;
-    const struct dirent *entry = NULL;
-    DIR *dir = NULL;
-    uint32_t files = 0;
-
     if (argc > 2 && strcmp(argv[1], "--make") == 0) {
         return make_corpus(argv[2]);
     }
-    dir = opendir(dir_path);
-    if (dir == NULL) {
-        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
-        return 1;
-    }
-    while ((entry = readdir(dir)) != NULL) {
-        files += entry->d_name[0] != '.' && replay_file(dir_path, entry->d_name);
-    }
-    (void)closedir(dir);
-    if (files == 0) {
-        (void)fprintf(stderr, "no corpus in %s\n", dir_path);
-        return 1;
-    }
-    printf("replayed %u files and changes of every byte\n", files);
-    printf("[  PASSED  ] 1 test(s).\n");
-    return 0;
+    return fuzz_replay_folder(argc > 1 ? argv[1] : CORPUS_DIR, replay_file, false);
 }
 #endif
