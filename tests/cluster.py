@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
@@ -158,13 +159,14 @@ class Cluster:
                  precision=None, kv_codec=None, attention=None, context_max=None, threads=None,
                  kv_memory=None, donate=None, model=None, draft_model=None, timeout_s=None,
                  http_timeout_s=None, etcd=False):
-        sanitized = "san-" in os.fspath(bin)
+        self.bin = os.path.abspath(bin)
+        sanitized = "san-" in self.bin
         self.timeout_s = timeout_s or (240 if sanitized else 60)
         self.http_timeout_s = http_timeout_s or (300 if sanitized else 60)
         self.dir = tempfile.mkdtemp(prefix="tandem-test-")
         self.run_dir = os.path.join(self.dir, "run")
         self.env = {**os.environ, "UCX_MEM_EVENTS": "n", **(env or {})}
-        self.command = [LOCAL, "up", "--dir", self.run_dir, "--bin", os.path.abspath(bin),
+        self.command = [LOCAL, "up", "--dir", self.run_dir, "--bin", self.bin,
                         "--port", "0", "--prefill", str(prefill), "--decode", str(decode),
                         "--kvstore", str(kvstore), "--timeout", str(self.timeout_s)]
         for option, value in (("--precision", precision), ("--kv-codec", kv_codec),
@@ -321,6 +323,36 @@ class Cluster:
                 series[name] = float(value)
         return series
 
+    @property
+    def router_endpoint(self):
+        """Where processes join."""
+        with open(os.path.join(self.run_dir, "router.ready"), encoding="utf-8") as file:
+            return file.read().split()[1]
+
+    def joining(self, program, process_id):
+        """The beginning of a command of one more process of this cluster."""
+        return [os.path.join(self.bin, program), "--id", process_id, "--router",
+                self.router_endpoint, "--cluster-secret-file",
+                os.path.join(self.run_dir, "cluster.secret")]
+
+    def expect_refused(self, flags, *words):
+        """A prefill node that would join with these flags is told why not, in a line with all words."""
+        log_path = os.path.join(self.run_dir, "stranger.log")
+        with open(log_path, "wb") as log:
+            stranger = subprocess.Popen(self.joining("tandem-prefill", "stranger") + flags,
+                                        stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                        env=self.env)
+
+        def told():
+            with open(log_path, encoding="utf-8", errors="replace") as file:
+                return any(all(word in line for word in ("router refused us", *words))
+                           for line in file)
+        try:
+            wait_until(told, self.timeout_s, "the router says what differs")
+        finally:
+            stranger.terminate()
+            stranger.wait()
+
     # --- HTTP -------------------------------------------------------------------------------------
 
     @property
@@ -389,6 +421,24 @@ def wait_until(predicate, seconds=10, what="condition"):
         if time.monotonic() >= deadline:
             raise AssertionError(f"not within {seconds} s: {what}")
         time.sleep(POLL_S)
+
+
+def run_together(jobs, run):
+    """run(*job) of every job, all at once. What any of them raises is this call's failure."""
+    wrong = []
+
+    def one(job):
+        try:
+            run(*job)
+        except Exception as error:  # shown by the caller's own thread
+            wrong.append((job, repr(error)[:2000]))
+
+    threads = [threading.Thread(target=one, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
 
 
 # --- running tests --------------------------------------------------------------------------------

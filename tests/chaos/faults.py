@@ -2,7 +2,6 @@
 
 A cluster of healthy processes stands; for each cell one more process joins it with --fault STEP:ACTION,
 is given requests, and falls. What must hold afterwards is in check_cell()."""
-import json
 import os
 import signal
 import subprocess
@@ -39,18 +38,13 @@ def cells(role, carrier):
 class Victim:
     """One more process of a role in a running cluster, that falls at a step."""
 
-    def __init__(self, cluster, options, role, step, action, nth, serial):
+    def __init__(self, cluster, role, step, action, nth, serial):
         self.cluster = cluster
         self.role = role
         self.id = f"{role}-x{serial}"
-        ready = os.path.join(cluster.run_dir, "router.ready")
-        with open(ready, encoding="utf-8") as file:
-            endpoint = file.read().split()[1]
         self.ready = os.path.join(cluster.run_dir, f"{self.id}.ready")
         self.log_path = os.path.join(cluster.run_dir, f"{self.id}.log")
-        command = [os.path.join(options.bin, f"tandem-{role}"), "--id", self.id, "--router",
-                   endpoint, "--cluster-secret-file",
-                   os.path.join(cluster.run_dir, "cluster.secret"), "--ready-file", self.ready,
+        command = [*cluster.joining(f"tandem-{role}", self.id), "--ready-file", self.ready,
                    "--fault", f"{step}:{action}:{nth}"]
         if role == "kvstore":
             command += ["--capacity", "64M"]
@@ -110,10 +104,10 @@ def ask(c, salt, tokens=12, stream=False, **place):
                       cache_salt=salt, **({"tandem": place} if place else {}))
 
 
-def run_cell(c, options, role, carrier, step, action, nth, serial, expected):
+def run_cell(c, role, carrier, step, action, nth, serial, expected):
     """One cell. Every salt is new, so that nothing is cached and every step happens."""
     salt = f"{role}{step}{action}{serial}"
-    victim = Victim(c, options, role, step, action, nth, serial)
+    victim = Victim(c, role, step, action, nth, serial)
     try:
         wait_until(victim.joined, 30, f"{victim.id} joined")
         started = time.monotonic()
@@ -141,9 +135,9 @@ def run_cell(c, options, role, carrier, step, action, nth, serial, expected):
     check_survivors(c)
 
 
-def run_stream_cell(c, options, action, serial):
+def run_stream_cell(c, action, serial):
     """A decode node falls in the middle of a stream: an SSE error event, no [DONE]."""
-    victim = Victim(c, options, "decode", "decode_token", action, 6, serial)
+    victim = Victim(c, "decode", "decode_token", action, 6, serial)
     try:
         wait_until(victim.joined, 30, f"{victim.id} joined")
         started = time.monotonic()
@@ -198,7 +192,7 @@ def run_matrix(options, role, carrier, rounds=1):
                 serial += 1
                 error = None
                 try:
-                    run_cell(c, options, role, carrier, step, action, nth, serial, expected)
+                    run_cell(c, role, carrier, step, action, nth, serial, expected)
                 except (AssertionError, HTTPError, OSError, RuntimeError) as why:
                     error = why
                 yield f"{step}_{action}_{carrier}", error
@@ -207,7 +201,7 @@ def run_matrix(options, role, carrier, rounds=1):
                     serial += 1
                     error = None
                     try:
-                        run_stream_cell(c, options, action, serial)
+                        run_stream_cell(c, action, serial)
                     except (AssertionError, HTTPError, OSError, RuntimeError) as why:
                         error = why
                     yield f"stream_{action}_{carrier}", error

@@ -27,7 +27,7 @@ FROZEN_S = (0.3, 1.5, 3.5)  # below and above the time after which a silent proc
 class Worker:
     """One client of the store, that can be killed and started again."""
 
-    def __init__(self, cluster, options, number, shape):
+    def __init__(self, cluster, number, shape):
         self.cluster = cluster
         self.number = number
         self.id = f"worker-{number}"
@@ -35,13 +35,9 @@ class Worker:
         self.log_path = os.path.join(cluster.run_dir, f"{self.id}.log")
         self.ready = os.path.join(cluster.run_dir, f"{self.id}.ready")
         self.lives = 0
-        with open(os.path.join(cluster.run_dir, "router.ready"), encoding="utf-8") as file:
-            endpoint = file.read().split()[1]
-        self.command = [os.path.join(options.bin, "store_worker"), "--id", self.id, "--router",
-                        endpoint, "--cluster-secret-file",
-                        os.path.join(cluster.run_dir, "cluster.secret"), "--model", MODEL,
-                        "--kv-codec", CODEC, "--keys", str(KEYS), "--history", self.history,
-                        "--ready-file", self.ready, *shape]
+        self.command = [*cluster.joining("store_worker", self.id), "--model", MODEL, "--kv-codec",
+                        CODEC, "--keys", str(KEYS), "--history", self.history, "--ready-file",
+                        self.ready, *shape]
         self.process = None
 
     def start(self, seed):
@@ -148,7 +144,7 @@ def run_seed(options, seed, seconds, carrier="shm", kinds=FAULTS, store_args=(),
     with Cluster(options.bin, prefill=1, decode=1, kvstore=1 + len(SEGMENTS), kv_codec=CODEC,
                  kv_memory="64M", kvstore_args=args, args_of={MASTER: ["--role", "master"]},
                  env={"UCX_TLS": "tcp"} if carrier == "tcp" else None) as c:
-        workers = [Worker(c, options, i, shape_of(c)) for i in range(WORKERS)]
+        workers = [Worker(c, i, shape_of(c)) for i in range(WORKERS)]
         chaos = Chaos(c, workers, seed, kinds, say)
         try:
             for worker in workers:

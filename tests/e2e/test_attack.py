@@ -422,8 +422,7 @@ def test_nodes_that_do_not_fit_are_told_why(options):
         other = os.path.join(c.run_dir, "other.secret")
         with open(os.open(other, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
             file.write(b"another secret of the right size....")
-        with open(os.path.join(c.run_dir, "router.ready"), encoding="utf-8") as file:
-            endpoint = file.read().split()[1]
+        endpoint = c.router_endpoint
         model = ["--model", os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"),
                  "--kv-memory", "64M"]
         strangers = (("decode", "wrong cluster secret", other, model),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import ROOT, Cluster, main, test, wait_until
+from cluster import ROOT, Cluster, main, test
 
 MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 STEPS = 12
@@ -92,27 +92,9 @@ def test_i1_codec_from_the_environment(options):
 @test
 def test_nodes_of_another_codec_are_refused(options):
     with Cluster(options.bin, kvstore=0, kv_codec="i8", kv_memory="256M") as c:
-        with open(os.path.join(c.run_dir, "router.ready"), encoding="utf-8") as file:
-            endpoint = file.read().split()[1]
-        secret = os.path.join(c.run_dir, "cluster.secret")
-        log_path = os.path.join(c.run_dir, "stranger.log")
         # The same size of block, so that nothing but the name of the codec tells them apart.
-        with open(log_path, "wb") as log:
-            stranger = subprocess.Popen(
-                [os.path.join(options.bin, "tandem-prefill"), "--id", "stranger", "--router",
-                 endpoint, "--cluster-secret-file", secret, "--model", MODEL, "--kv-memory", "64M",
-                 "--kv-codec", "f8_e4m3"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=c.env)
-
-        def told():
-            with open(log_path, encoding="utf-8", errors="replace") as file:
-                return any("router refused us" in line and "wrong KV codec" in line and
-                           "f8_e4m3" in line and "i8" in line for line in file)
-        try:
-            wait_until(told, c.timeout_s, "the router says what differs")
-        finally:
-            stranger.terminate()
-            stranger.wait()
+        c.expect_refused(["--model", MODEL, "--kv-memory", "64M", "--kv-codec", "f8_e4m3"],
+                         "wrong KV codec", "f8_e4m3", "i8")
         assert "stranger" not in c.request("GET", "/").body.decode()
         assert c.chat("Hello!", max_tokens=4).text
 

@@ -7,7 +7,7 @@ import sys
 import threading
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import ROOT, Cluster, main, test, wait_until
+from cluster import ROOT, Cluster, main, run_together, test
 
 MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 BLOCK_BYTES = 368640  # 16 tokens of the quick start's model
@@ -160,11 +160,7 @@ def test_i1_requests_give_way_and_come_back_under_a_window(options):
 
         def run(index):
             answers[index] = one(c, index)
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_together([(index,) for index in range(8)], run)
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
         expected = one_process(options, "window:64", [prompt_ids(10 + i, i) for i in range(8)], 150)
         assert answers == expected
@@ -174,26 +170,8 @@ def test_i1_requests_give_way_and_come_back_under_a_window(options):
 @test
 def test_nodes_of_another_mask_are_refused(options):
     with Cluster(options.bin, kvstore=0, attention="window:128", kv_memory="64M") as c:
-        with open(os.path.join(c.run_dir, "router.ready"), encoding="utf-8") as file:
-            endpoint = file.read().split()[1]
-        secret = os.path.join(c.run_dir, "cluster.secret")
-        log_path = os.path.join(c.run_dir, "stranger.log")
-        with open(log_path, "wb") as log:
-            stranger = subprocess.Popen(
-                [os.path.join(options.bin, "tandem-prefill"), "--id", "stranger", "--router",
-                 endpoint, "--cluster-secret-file", secret, "--model", MODEL, "--kv-memory", "64M",
-                 "--attention", "window:127"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=c.env)
-
-        def told():
-            with open(log_path, encoding="utf-8", errors="replace") as file:
-                return any("router refused us" in line and "attention" in line and
-                           "window:127" in line and "window:128" in line for line in file)
-        try:
-            wait_until(told, c.timeout_s, "the router says what differs")
-        finally:
-            stranger.terminate()
-            stranger.wait()
+        c.expect_refused(["--model", MODEL, "--kv-memory", "64M", "--attention", "window:127"],
+                         "attention", "window:127", "window:128")
         assert c.chat("Hello!", max_tokens=4).text
 
 

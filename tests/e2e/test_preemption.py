@@ -2,10 +2,9 @@
 what they would have said alone."""
 import os
 import sys
-import threading
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import Cluster, main, test
+from cluster import Cluster, main, run_together, test
 
 BLOCK_BYTES = 368640  # 16 tokens of the quick start's model
 PROMPTS = [f"Tell me a story about {animal} number {number}."
@@ -21,20 +20,11 @@ def ask(c, index, **more):
 def ask_all(c, count, **more):
     """The answers to so many prompts at once."""
     answers = [None] * count
-    errors = []
 
     def one(index):
-        try:
-            answers[index] = ask(c, index, **more)
-        except Exception as why:  # pylint: disable=broad-except
-            errors.append(why)
+        answers[index] = ask(c, index, **more)
 
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    run_together([(index,) for index in range(count)], one)
     return answers
 
 

@@ -1,37 +1,20 @@
 """Speculation changes how fast an answer comes, and not one token of it: with any drafter, any k, any
 sampling, alone and in batches; and what it counts adds up."""
+import functools
 import os
 import sys
-import threading
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import Cluster, HTTPError, main, shared, test, wait_until
+from cluster import Cluster, HTTPError, main, run_together, shared, test, wait_until
+import speculation
+from speculation import BASE_SAMPLINGS, COPY, FREE
 
-TEXT = ("The harbour master wrote down every ship: the Anna, the Berta, the Clara and the Dora. "
-        "The Anna carried salt. The Berta carried coal. The Clara carried wine. The Dora carried tea. ")
-COPY = f"{TEXT}\nRepeat the text above, word for word:\n{TEXT[:60]}"
-FREE = "Tell me a story about a lighthouse."
-SAMPLINGS = [{"temperature": 0},
-             {"temperature": 0.8, "seed": 7},
-             {"temperature": 1.1, "seed": 8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
-             {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.7,
-              "presence_penalty": 0.3},
-             {"temperature": 0.7, "seed": 9, "logit_bias": {"253": -5, "260": 2}}]
+ask = functools.partial(speculation.ask, max_tokens=48)
+SAMPLINGS = [*BASE_SAMPLINGS, {"temperature": 0.7, "seed": 9, "logit_bias": {"253": -5, "260": 2}}]
 
 
 def cluster(options):
     return shared(options, router_args=["--allow-placement"])
-
-
-def ask(c, prompt, speculation, **more):
-    """Whole answer of one request; everything that must not depend on speculation."""
-    parameters = {"max_tokens": 48, "ignore_eos": True, "logprobs": 3, **more}
-    reply = c.complete(prompt, speculation=speculation, **parameters)
-    usage = dict(reply.usage)
-    details = usage.pop("completion_tokens_details")
-    return ([(choice["text"], choice["finish_reason"], choice["logprobs"])
-             for choice in reply.choices], reply.json["tandem"]["logits_xxh"],
-            usage["completion_tokens"]), details
 
 
 def accepted(details):
@@ -82,11 +65,7 @@ def test_i1_speculation_in_batches_with_other_lengths_of_draft(options):
         if got != expected[(prompt, str(sampling))]:
             wrong.append((prompt[:20], sampling, k))
 
-    threads = [threading.Thread(target=run, args=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(jobs, run)
     assert not wrong, wrong
 
 
@@ -143,11 +122,7 @@ def test_i1_memo_remembers_hot_queries(options):
         if got != expected or details["rejected_prediction_tokens"] > 0:
             wrong.append((k, details))
 
-    threads = [threading.Thread(target=run, args=(k,)) for k in (0, 1, 2, 3, 5, 8, 8, 8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together([(k,) for k in (0, 1, 2, 3, 5, 8, 8, 8)], run)
     assert not wrong, wrong
 
 
@@ -223,12 +198,8 @@ def test_speculation_survives_giving_way(options):
             texts.append(c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True,
                                     cache_salt=str(k), speculation={"k": k}).text)
 
-        threads = [threading.Thread(target=run, args=(k,)) for k in (0, 3, 8, 8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert texts == [alone] * len(threads), texts
+        run_together([(k,) for k in (0, 3, 8, 8)], run)
+        assert texts == [alone] * 4, texts
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
         wait_until(lambda: sum(c.metrics("decode-1")[f'tandem_decode_kv_blocks{{state="{s}"}}']
                                for s in ("reserved", "active", "quarantined")) == 0, 10,

@@ -1,30 +1,24 @@
 """Drafters that need passes of a model - a draft model, or the model's first layers - change how fast
 an answer comes, and not one token of it; and what they hold they give back."""
 import atexit
+import functools
 import os
 import shutil
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import ROOT, Cluster, main, shared, test, wait_until
+from cluster import ROOT, Cluster, main, run_together, shared, test, wait_until
+import speculation
+from speculation import BASE_SAMPLINGS, COPY, FREE
 
 MODEL = os.path.join(ROOT, "build", "models", "SmolLM2-135M-Instruct.Q4_1.gguf")
-TEXT = ("The harbour master wrote down every ship: the Anna, the Berta, the Clara and the Dora. "
-        "The Anna carried salt. The Berta carried coal. The Clara carried wine. The Dora carried tea. ")
-COPY = f"{TEXT}\nRepeat the text above, word for word:\n{TEXT[:60]}"
-FREE = "Tell me a story about a lighthouse."
 DRAFTERS = ["draft_model", "early_exit"]
-SAMPLINGS = [{"temperature": 0},
-             {"temperature": 0.8, "seed": 7},
-             {"temperature": 1.1, "seed": 8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
-             {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.7,
-              "presence_penalty": 0.3},
-             {"temperature": 0.7, "seed": 9, "repetition_penalty": 1.1,
-              "logit_bias": {"253": -5, "260": 2}}]
+SAMPLINGS = [*BASE_SAMPLINGS, {"temperature": 0.7, "seed": 9, "repetition_penalty": 1.1,
+                               "logit_bias": {"253": -5, "260": 2}}]
+ask = functools.partial(speculation.ask, max_tokens=24)
 DRAFT_BLOCK_BYTES = 16 * 10 * 2 * 3 * 64 * 2  # of 10 layers, f16
 
 folder = tempfile.mkdtemp(prefix="tandem-draft-")
@@ -46,17 +40,6 @@ def cluster(options):
                   decode_args=["--draft-confidence", "1"])
 
 
-def ask(c, prompt, speculation, **more):
-    """Whole answer of one request; everything that must not depend on speculation."""
-    parameters = {"max_tokens": 24, "ignore_eos": True, "logprobs": 3, **more}
-    reply = c.complete(prompt, speculation=speculation, **parameters)
-    usage = dict(reply.usage)
-    details = usage.pop("completion_tokens_details")
-    return ([(choice["text"], choice["finish_reason"], choice["logprobs"])
-             for choice in reply.choices], reply.json["tandem"]["logits_xxh"],
-            usage["completion_tokens"]), details
-
-
 def drafted(details):
     return details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
 
@@ -70,23 +53,6 @@ def held(c):
 
 def nothing_held(c):
     wait_until(lambda: held(c) == 0, 10, "nothing held")
-
-
-def run_together(jobs, run):
-    wrong = []
-
-    def one(job):
-        try:
-            run(*job)
-        except Exception as error:  # shown by the test's own thread
-            wrong.append((job, repr(error)[:2000]))
-
-    threads = [threading.Thread(target=one, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
 
 
 @test
