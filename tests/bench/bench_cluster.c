@@ -15,6 +15,7 @@
 #include "tests/bench/bench.h"
 
 #define CLUSTER_ARGUMENTS_MAX 64u
+#define CLUSTER_LOG_LINE_BYTES 4096
 
 /* Standard output: "up" when the cluster is; standard input: ends when it may go. */
 static const char keeper_script[] =
@@ -167,20 +168,42 @@ void bench_cluster_stop(bench_cluster_t *cluster)
     *cluster = (bench_cluster_t){.control = -1};
 }
 
-bool bench_cluster_log_holds(const bench_cluster_t *cluster, const char *id, const char *text)
+/* Reads a process's log up to the first line that holds a text; answers where in the line it
+ * stands, NULL = nowhere. */
+static const char *find_in_log(const bench_cluster_t *cluster, const char *id, const char *text,
+                               char *line, int line_bytes)
 {
-    char line[4096];
     char path[BENCH_DIR_BYTES + 128];
+    const char *at = NULL;
     FILE *file = NULL;
-    bool found = false;
 
     (void)snprintf(path, sizeof(path), "%s/run/%s.log", cluster->dir, id);
     file = fopen(path, "r");
-    while (file != NULL && !found && fgets(line, sizeof(line), file) != NULL) {
-        found = strstr(line, text) != NULL;
+    while (file != NULL && at == NULL && fgets(line, line_bytes, file) != NULL) {
+        at = strstr(line, text);
     }
     if (file != NULL) {
         (void)fclose(file);
     }
-    return found;
+    return at;
+}
+
+bool bench_cluster_log_holds(const bench_cluster_t *cluster, const char *id, const char *text)
+{
+    char line[CLUSTER_LOG_LINE_BYTES];
+
+    return find_in_log(cluster, id, text, line, sizeof(line)) != NULL;
+}
+
+bool bench_cluster_log_word(const bench_cluster_t *cluster, const char *id, const char *name,
+                            char *out, size_t len)
+{
+    char line[CLUSTER_LOG_LINE_BYTES];
+    const char *at = find_in_log(cluster, id, name, line, sizeof(line));
+
+    if (at != NULL) {
+        at += strlen(name);
+        (void)snprintf(out, len, "%.*s", (int)strcspn(at, " \n"), at);
+    }
+    return at != NULL;
 }

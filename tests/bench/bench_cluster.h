@@ -4,6 +4,7 @@
 #pragma once
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <sys/types.h>
 
 #define BENCH_DIR_BYTES 512u
@@ -35,3 +36,7 @@ int bench_cluster_start(const bench_cluster_options_t *options, bench_cluster_t 
 void bench_cluster_stop(bench_cluster_t *cluster);
 /** Whether a process's log holds a text. id as in deploy/local.sh, e.g. "decode-1". */
 bool bench_cluster_log_holds(const bench_cluster_t *cluster, const char *id, const char *text);
+/** The word behind a name in a process's log, e.g. "368640" of "block_bytes=368640". out [len] is
+ * cut to fit, and not touched where the name doesn't stand. */
+bool bench_cluster_log_word(const bench_cluster_t *cluster, const char *id, const char *name,
+                            char *out, size_t len);

@@ -87,29 +87,6 @@ static void print_help(void)
 
 /* --- joining ---------------------------------------------------------------------------------- */
 
-/* The word behind `name` in a log, e.g. of "block_bytes=368640". */
-static bool log_word(const hot_t *h, const char *id, const char *name, char *out, size_t len)
-{
-    char line[4096];
-    char path[BENCH_DIR_BYTES + 128];
-    const char *at = NULL;
-    FILE *file = NULL;
-
-    (void)snprintf(path, sizeof(path), "%s/run/%s.log", h->cluster.dir, id);
-    file = fopen(path, "r");
-    while (file != NULL && at == NULL && fgets(line, sizeof(line), file) != NULL) {
-        at = strstr(line, name);
-    }
-    if (at != NULL) {
-        at += strlen(name);
-        (void)snprintf(out, len, "%.*s", (int)strcspn(at, " \n"), at);
-    }
-    if (file != NULL) {
-        (void)fclose(file);
-    }
-    return at != NULL;
-}
-
 static bool read_file(const char *dir, const char *name, char *out, size_t len)
 {
     char path[BENCH_DIR_BYTES + 128];
@@ -148,8 +125,9 @@ static bool join(hot_t *h)
     (void)snprintf(path, sizeof(path), "%s/run/cluster.secret", h->cluster.dir);
     if (td_cluster_secret_load(path, secret) != TD_OK ||
         !read_file(h->cluster.dir, "router.ready", ready, sizeof(ready) - 1) ||
-        !log_word(h, "prefill-1", "numerics=", numerics, sizeof(numerics)) ||
-        !log_word(h, "kvstore-2", "block_bytes=", bytes, sizeof(bytes)) ||
+        !bench_cluster_log_word(&h->cluster, "prefill-1", "numerics=", numerics,
+                                sizeof(numerics)) ||
+        !bench_cluster_log_word(&h->cluster, "kvstore-2", "block_bytes=", bytes, sizeof(bytes)) ||
         strchr(ready, ' ') == NULL) {
         (void)bench_usage_error("the cluster does not say what it is");
         return false;

@@ -1,12 +1,10 @@
 /* Decodes any bytes as a message between processes; one that is accepted is encoded and decoded
  * again and must be the same. Built with a fuzzing engine, or alone: then it replays the corpus and
  * changes of every byte of it. With the argument --make DIR it writes the corpus. */
-#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "common/base/td_base.h"
 #include "common/wire/td_msg.h"

@@ -1,12 +1,10 @@
 /* Opens any bytes as a model file and uses all that opening promised: every tensor's bytes, the
  * typed values, the tokenizer and the chat template. Built with a fuzzing engine, or alone: then
  * it replays the corpus and changes of every byte of it. */
-#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "common/base/td_base.h"
 #include "common/model/td_chat.h"
