@@ -1,6 +1,6 @@
-/* kvs_donor.h - memory that a prefill or decode node gives to the store: a segment of its own beside
- * the node, in the same process. It has its own name ("<node>.donor"), bus, transfer and loop, so it
- * and the node meet as any two processes do, through messages. Design: section 5.
+/* kvs_donor.h - memory that a prefill or decode node gives to the store: a segment of its own
+ * beside the node, in the same process. It has its own name ("<node>.donor"), bus, transfer and
+ * loop, so it and the node meet as any two processes do, through messages. Design: section 5.
  * Threads: create and destroy: init; the segment runs on a thread of its own. */
 #pragma once
 

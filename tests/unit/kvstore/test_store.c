@@ -377,6 +377,15 @@ static void put_blocks(world_t *w, uint32_t first, uint32_t count)
     }
 }
 
+/* Blocks first..end-1, each stored before the next is offered. */
+static void put_one_by_one(world_t *w, uint32_t first, uint32_t end)
+{
+    for (uint32_t i = first; i < end; i++) {
+        put_blocks(w, i, 1);
+        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    }
+}
+
 static void on_lookup(void *ctx, uint64_t tag, td_status_t status,
                       const td_msg_lookup_result_t *found)
 {
@@ -549,10 +558,7 @@ static void test_f8_full_segment_evicts_and_takes_new_blocks(void **state)
 {
     world_t *w = *state;
 
-    for (uint32_t i = 0; i < WRITER_BLOCKS; i++) {
-        put_blocks(w, i, 1);
-        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
-    }
+    put_one_by_one(w, 0, WRITER_BLOCKS);
     lookup(w, WRITER_BLOCKS - 1, 1);
     assert_int_equal(w->found, 1);
     lookup(w, 0, 1);
@@ -564,10 +570,7 @@ static void test_f8_full_index_evicts_and_takes_new_keys(void **state)
 {
     world_t *w = *state;
 
-    for (uint32_t i = 0; i < 16; i++) {
-        put_blocks(w, i, 1);
-        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
-    }
+    put_one_by_one(w, 0, 16);
     lookup(w, 15, 1);
     assert_int_equal(w->found, 1);
 }
@@ -624,10 +627,7 @@ static void test_store_lease_blocks_eviction(void **state)
     TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
     lookup(w, 0, 1);
     assert_int_equal(w->found, 1); /* leased for KVS_LEASE_MS */
-    for (uint32_t i = 1; i < WRITER_BLOCKS; i++) {
-        put_blocks(w, i, 1);
-        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
-    }
+    put_one_by_one(w, 1, WRITER_BLOCKS);
     lookup(w, 0, 1);
     assert_int_equal(w->found, 1);
 }
@@ -925,10 +925,7 @@ static void test_store_hard_pins_survive_any_pressure(void **state)
     change(w, TD_MSG_STORE_PIN, KVS_PIN_HARD, 1, 2);
     assert_int_equal(w->results[0], TD_OK);
     assert_int_equal(w->results[1], TD_ERR_NOT_FOUND);
-    for (uint32_t i = 2; i < WRITER_BLOCKS; i++) {
-        put_blocks(w, i, 1);
-        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
-    }
+    put_one_by_one(w, 2, WRITER_BLOCKS);
     lookup(w, 0, 1);
     assert_int_equal(w->found, 0);
     lookup(w, 1, 1);
@@ -964,10 +961,7 @@ static void test_store_prefixes_are_evicted_from_the_end(void **state)
 
     put_blocks(w, 0, 8);
     TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
-    for (uint32_t i = 8; i < 22; i++) {
-        put_blocks(w, i, 1);
-        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
-    }
+    put_one_by_one(w, 8, 22);
     lookup(w, 0, 8);
     assert_in_range(w->found, 1, 7);
 }
@@ -991,14 +985,6 @@ static uint64_t metric(world_t *w, const char *series)
 }
 
 #define COLD_KEYS(w) metric(w, "tandem_kvstore_cold_keys")
-
-static void put_one_by_one(world_t *w, uint32_t count)
-{
-    for (uint32_t i = 0; i < count; i++) {
-        put_blocks(w, i, 1);
-        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
-    }
-}
 
 /* Until so many are found: on a busy machine the disk may take longer than a lookup waits, and the
  * next one finds what has come since. */
@@ -1026,7 +1012,7 @@ static void test_store_cold_blocks_come_back(void **state)
 {
     world_t *w = *state;
 
-    put_one_by_one(w, 30);
+    put_one_by_one(w, 0, 30);
     TURN_UNTIL(w, COLD_KEYS(w) == 12); /* at 18 of 20 one goes for each that comes */
     lookup_until(w, 8, 16, 16);        /* four cold ones, the rest in memory */
     assert_bytes_of(w, 8);
@@ -1040,7 +1026,7 @@ static void test_store_cold_blocks_survive_the_segment(void **state)
 {
     world_t *w = *state;
 
-    put_one_by_one(w, 30);
+    put_one_by_one(w, 0, 30);
     TURN_UNTIL(w, COLD_KEYS(w) == 12);
     restart_segment(w);
     assert_int_equal(COLD_KEYS(w), 0); /* until the manifest comes */
@@ -1056,7 +1042,7 @@ static void test_store_blocks_survive_the_master(void **state)
 {
     world_t *w = *state;
 
-    put_one_by_one(w, 10);
+    put_one_by_one(w, 0, 10);
     kvs_master_peer_down(w->master, "store", STORE);
     kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
     TURN_UNTIL(w, kvs_master_is_complete(w->master));
@@ -1072,7 +1058,7 @@ static void test_store_removed_blocks_do_not_come_back(void **state)
     world_t *w = *state;
     uint64_t left = 0;
 
-    put_one_by_one(w, 30);
+    put_one_by_one(w, 0, 30);
     TURN_UNTIL(w, COLD_KEYS(w) == 12);
     lookup_until(w, 0, 1, 1); /* in memory and on the disk */
     change(w, TD_MSG_STORE_REMOVE, 0, 0, 2);
@@ -1095,7 +1081,7 @@ static void test_i3_store_damaged_cold_block_is_a_miss(void **state)
     char path[96];
     FILE *file = NULL;
 
-    put_one_by_one(w, 30);
+    put_one_by_one(w, 0, 30);
     TURN_UNTIL(w, COLD_KEYS(w) == 12);
     (void)snprintf(path, sizeof(path), "%s/tier.data", w->tier_dir);
     file = fopen(path, "r+b");
@@ -1223,7 +1209,7 @@ static void test_f9_store_blocks_outlive_the_leader(void **state)
 {
     world_t *w = *state;
 
-    put_one_by_one(w, 10);
+    put_one_by_one(w, 0, 10);
     next_leader(w, 64, kvs_policy_default());
     TURN_UNTIL(w, kvs_master_is_complete(w->next));
     lookup(w, 0, 12);
@@ -1243,7 +1229,7 @@ static void test_f9_store_orders_of_an_old_leader_are_refused(void **state)
 {
     world_t *w = *state;
 
-    put_one_by_one(w, 10);
+    put_one_by_one(w, 0, 10);
     next_leader(w, 64, kvs_policy_default());
     TURN_UNTIL(w, kvs_master_is_complete(w->next));
     ask_put(w, w->master, 20);                         /* a store order */
@@ -1264,7 +1250,7 @@ static void test_f9_store_overdue_leader_gives_no_orders(void **state)
 {
     world_t *w = *state;
 
-    put_one_by_one(w, 10);
+    put_one_by_one(w, 0, 10);
     w->with_ticks = true;
     w->coord.valid_until_ns = td_now_ns();
     put_blocks(w, 10, 1);
@@ -1355,7 +1341,7 @@ static void test_f9_store_next_leader_with_a_smaller_index(void **state)
 {
     world_t *w = *state;
 
-    put_one_by_one(w, 12);
+    put_one_by_one(w, 0, 12);
     next_leader(w, 8, kvs_policy_default());
     TURN_UNTIL(w, kvs_master_is_complete(w->next) && IN_SEGMENT(w) == 8);
     assert_int_equal(KNOWN(w), 8);
@@ -1374,10 +1360,7 @@ static void fill_under_next_leader(world_t *w, uint32_t lease_ms)
     TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
     next_leader(w, 64, policy);
     TURN_UNTIL(w, kvs_master_is_complete(w->next));
-    for (uint32_t i = 8; i < 22; i++) {
-        put_blocks(w, i, 1);
-        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
-    }
+    put_one_by_one(w, 8, 22);
     lookup(w, 21, 1);
     assert_int_equal(w->found, 1);
     lookup(w, 0, 8);
@@ -1408,15 +1391,12 @@ static void test_f9_store_pins_outlive_the_leader(void **state)
     kvs_policy_t policy = kvs_policy_default();
 
     policy.lease_ms = 0;
-    put_one_by_one(w, 3);
+    put_one_by_one(w, 0, 3);
     change(w, TD_MSG_STORE_PIN, KVS_PIN_HARD, 0, 2);
     change(w, TD_MSG_STORE_PIN, KVS_PIN_NONE, 0, 1); /* and taken off */
     next_leader(w, 64, policy);
     TURN_UNTIL(w, kvs_master_is_complete(w->next));
-    for (uint32_t i = 3; i < WRITER_BLOCKS; i++) {
-        put_blocks(w, i, 1);
-        TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
-    }
+    put_one_by_one(w, 3, WRITER_BLOCKS);
     lookup(w, 0, 1);
     assert_int_equal(w->found, 0);
     lookup(w, 1, 1);

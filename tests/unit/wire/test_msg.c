@@ -125,21 +125,20 @@ static void test_msg_kv_ready_survives_the_wire(void **state)
     td_msg_t out;
     (void)state;
 
-    msg.u.kv_ready = (td_msg_kv_ready_t){.ticket = 5,
-                                         .attempt = 1,
-                                         .first_block = 4,
-                                         .count = 3,
-                                         .blocks = u32s,
-                                         .epochs = u64s,
-                                         .checksums = u64s,
-                                         .keys = keys,
-                                         .choice_count = 3,
-                                         .first_tokens = u32s,
-                                         .hash_count = 3,
-                                         .hashes = u64s,
-                                         .usage = {.computed_tokens = 12,
-                                                   .accepted_draft_tokens = 3,
-                                                   .rejected_draft_tokens = 4}};
+    msg.u.kv_ready = (td_msg_kv_ready_t){
+        .ticket = 5,
+        .attempt = 1,
+        .first_block = 4,
+        .count = 3,
+        .blocks = u32s,
+        .epochs = u64s,
+        .checksums = u64s,
+        .keys = keys,
+        .choice_count = 3,
+        .first_tokens = u32s,
+        .hash_count = 3,
+        .hashes = u64s,
+        .usage = {.computed_tokens = 12, .accepted_draft_tokens = 3, .rejected_draft_tokens = 4}};
     msg.u.kv_ready.logprobs = (td_msg_logprobs_t){.count = 3,
                                                   .token_logprobs = floats,
                                                   .top_counts = (const uint32_t[]){1, 0, 2},
