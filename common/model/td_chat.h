@@ -32,8 +32,8 @@ TD_MUST_CHECK td_status_t td_chat_render(const td_chat_t *chat, const td_chat_me
                                          size_t count, bool add_generation_prompt, td_str_t *out);
 /** Renders and tokenises so that only the template's own special tokens are special: text inside a
  * message that looks like one is encoded as plain text (prompt-injection safe).
- * Errors: as td_chat_render(), and TD_ERR_UNSUPPORTED (the markers are no tokens of the vocabulary).
- * Owner:  the caller frees *ids_out with td_free(). */
+ * Errors: as td_chat_render(), and TD_ERR_UNSUPPORTED (the markers are no tokens of the
+ * vocabulary). Owner:  the caller frees *ids_out with td_free(). */
 typedef struct td_tokenizer td_tokenizer_t;
 TD_MUST_CHECK td_status_t td_chat_encode(const td_chat_t *chat, const td_tokenizer_t *tok,
                                          const td_chat_message_t *messages, size_t count,

@@ -1,9 +1,9 @@
 /* td_sampler.h - the next token from a row of logits, reproducibly.
- * token = argmax over the kept entries of (logit / temperature + Gumbel(seed, choice, position, id)),
- * which draws exactly from the filtered distribution; the noise is counter-based, so it depends on
- * nothing else (I1). Order of steps: logit_bias, penalties, temperature, top_k, top_p, min_p.
- * Source: design, section 6 (Gumbel-max trick).
- * Threads: owner. No allocation in pick and accept. Never sorts the vocabulary. */
+ * token = argmax over the kept entries of (logit / temperature + Gumbel(seed, choice, position,
+ * id)), which draws exactly from the filtered distribution; the noise is counter-based, so it
+ * depends on nothing else (I1). Order of steps: logit_bias, penalties, temperature, top_k, top_p,
+ * min_p. Source: design, section 6 (Gumbel-max trick). Threads: owner. No allocation in pick and
+ * accept. Never sorts the vocabulary. */
 #pragma once
 
 #include <stdbool.h>
@@ -29,7 +29,7 @@ typedef struct td_sampling {
     float frequency_penalty;  /* [-2, 2] over generated tokens */
     float repetition_penalty; /* (0, 10]; 1 = off; over prompt and generated tokens */
     uint64_t seed;
-    uint32_t choice; /* index among the n choices */
+    uint32_t choice;                   /* index among the n choices */
     const td_logit_bias_t *logit_bias; /* borrowed during create only */
     uint32_t logit_bias_count;
 } td_sampling_t;
@@ -41,8 +41,8 @@ typedef struct td_logprob {
 
 typedef struct td_sampled {
     uint32_t token;
-    float logprob;       /* of token; 0 unless logprobs were asked for */
-    uint32_t top_count;  /* entries in top */
+    float logprob;                         /* of token; 0 unless logprobs were asked for */
+    uint32_t top_count;                    /* entries in top */
     td_logprob_t top[TD_TOP_LOGPROBS_MAX]; /* highest first, lowest id on ties */
 } td_sampled_t;
 
@@ -57,20 +57,20 @@ TD_MUST_CHECK td_status_t td_sampler_create(const td_sampling_t *params, uint32_
                                             td_sampler_t **out);
 void td_sampler_destroy(td_sampler_t *sampler);
 /** Picks the token for an absolute position (index in prompt + output).
- * Shape:  logits [vocab_size] f32, left unchanged. banned [banned_count]: ids that may not be picked
- *         (stop tokens before min_tokens).
- * Units:  top_logprobs 0..TD_TOP_LOGPROBS_MAX; want_logprob fills logprob even with 0 tops.
- *         A banned id outside the vocabulary is ignored.
- * Errors: TD_ERR_INTERNAL (a row with NaN or +infinity, or with nothing finite), TD_ERR_INVALID
- *         (bans and bias leave no token). */
+ * Shape:  logits [vocab_size] f32, left unchanged. banned [banned_count]: ids that may not be
+ * picked (stop tokens before min_tokens). Units:  top_logprobs 0..TD_TOP_LOGPROBS_MAX; want_logprob
+ * fills logprob even with 0 tops. A banned id outside the vocabulary is ignored. Errors:
+ * TD_ERR_INTERNAL (a row with NaN or +infinity, or with nothing finite), TD_ERR_INVALID (bans and
+ * bias leave no token). */
 TD_MUST_CHECK td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits,
                                           uint32_t position, const uint32_t *banned,
                                           uint32_t banned_count, bool want_logprob,
                                           uint32_t top_logprobs, td_sampled_t *out);
 /** Records a token as generated (for the penalties). */
 void td_sampler_accept(td_sampler_t *sampler, uint32_t token);
-/** Log-probability data of a given token (a prompt's own, for echo): out->token is set by the caller.
- * Errors: TD_ERR_INVALID (token outside the vocabulary), TD_ERR_INTERNAL (NaN in the row). */
+/** Log-probability data of a given token (a prompt's own, for echo): out->token is set by the
+ * caller. Errors: TD_ERR_INVALID (token outside the vocabulary), TD_ERR_INTERNAL (NaN in the row).
+ */
 TD_MUST_CHECK td_status_t td_logprobs_of(const float *logits, uint32_t vocab_size,
                                          uint32_t top_logprobs, td_sampled_t *out);
 /** XXH3-64 over the row's bytes: the hash by which I1 is tested through the whole cluster. */

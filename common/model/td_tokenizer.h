@@ -34,11 +34,10 @@ bool td_tokenizer_is_special(const td_tokenizer_t *tok, uint32_t id);
 /** UINT32_MAX when the text is not one token of the vocabulary (special tokens by their text). */
 uint32_t td_tokenizer_find(const td_tokenizer_t *tok, const char *text, size_t len);
 
-/** Encodes UTF-8 text (invalid bytes are encoded byte by byte and survive decoding; a byte for which
- * the vocabulary has no token becomes U+FFFD).
- * Errors: TD_ERR_TOO_LARGE (over TD_TOKENIZER_TEXT_BYTES_MAX), TD_ERR_NO_MEMORY.
- * Owner:  the caller frees *ids_out with td_free(); never NULL on success.
- * Cost:   O(bytes log bytes). */
+/** Encodes UTF-8 text (invalid bytes are encoded byte by byte and survive decoding; a byte for
+ * which the vocabulary has no token becomes U+FFFD). Errors: TD_ERR_TOO_LARGE (over
+ * TD_TOKENIZER_TEXT_BYTES_MAX), TD_ERR_NO_MEMORY. Owner:  the caller frees *ids_out with td_free();
+ * never NULL on success. Cost:   O(bytes log bytes). */
 TD_MUST_CHECK td_status_t td_tokenizer_encode(const td_tokenizer_t *tok, const char *text,
                                               size_t len, bool parse_special, uint32_t **ids_out,
                                               size_t *count_out);

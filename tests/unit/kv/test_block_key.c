@@ -43,7 +43,8 @@ static void hex(const uint8_t *bytes, size_t len, char *out)
     }
 }
 
-/* Made once by an independent program (Python's hashlib): a change of these strands every cached block. */
+/* Made once by an independent program (Python's hashlib): a change of these strands every cached
+ * block. */
 static void test_f12_block_keys_are_the_same_in_every_process(void **state)
 {
     td_block_root_t root = root_of("tenant-a", "cpu/mixed/r1", 16);
@@ -72,8 +73,7 @@ static void test_f12_block_keys_are_the_same_in_every_process(void **state)
 static void test_i8_salts_never_share_a_block(void **state)
 {
     td_block_root_t roots[4] = {root_of("a", "cpu/mixed/r1", 16), root_of("b", "cpu/mixed/r1", 16),
-                                root_of("a", "cpu/exact/r1", 16),
-                                root_of("a", "cpu/mixed/r1", 32)};
+                                root_of("a", "cpu/exact/r1", 16), root_of("a", "cpu/mixed/r1", 32)};
     uint32_t tokens[16] = {1, 2, 3};
     td_block_key_t keys[4];
     (void)state;

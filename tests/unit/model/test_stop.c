@@ -26,7 +26,10 @@ static void run(const char *text, size_t n, const td_stop_string_t *strings, uin
     td_stop_fini(&stop);
 }
 
-#define STRING(text) {(const uint8_t *)(text), sizeof(text) - 1}
+#define STRING(text)                                                                               \
+    {                                                                                              \
+        (const uint8_t *)(text), sizeof(text) - 1                                                  \
+    }
 
 static void test_stop_string_ends_text_before_it_however_it_is_cut(void **state)
 {
