@@ -11,6 +11,8 @@
 #define EVICT_KEYS_MAX 256u /* of one order */
 #define COOL_LOOKS 1024u    /* a tick */
 #define COOLED_MAX 64u      /* a tick */
+#define TELL_AGAIN_MS 250u  /* a segment that has not answered is told of its mounting again */
+#define TOLD_IDLE_MS 2000u  /* one that stopped in the middle of what it tells is mounted again */
 
 static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
 {
@@ -77,6 +79,7 @@ td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t key
     }
     m->free_order_count = KVS_ORDERS_MAX;
     m->bus = bus;
+    m->incarnation = td_bus_incarnation(bus);
     m->coord = coord;
     make_metrics(m, metrics);
     *out = m;
@@ -317,18 +320,17 @@ void kvs_master_evict_if_full(kvs_master_t *m, uint32_t segment)
 
 /* --- segments and writers --------------------------------------------------------------------- */
 
-/* So that it says what it holds, in memory and in its cold tier. Tried again while it cannot be
- * told. */
+/* So that it says what it holds, in memory and in its cold tier. Told again until it does: it may
+ * not know us yet, or know an earlier life of ours. */
 static void tell_mounted(kvs_master_t *m, kvs_segment_info_t *s)
 {
     td_msg_t msg = {.type = TD_MSG_MOUNT};
 
     msg.u.blocks.term = m->term;
     msg.u.blocks.mount = s->mount;
-    s->told = kvs_master_leads(m) && td_bus_send(m->bus, s->id, &msg) == TD_OK;
-    if (s->told) {
-        TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", s->id,
-                    m->index->shares[s - m->segments].block_count);
+    s->talked_ns = td_now_ns();
+    if (!kvs_master_leads(m) || td_bus_send(m->bus, s->id, &msg) != TD_OK) {
+        TD_LOG_DEBUG("mounting not told", "segment=%s", s->id);
     }
 }
 
@@ -338,8 +340,11 @@ static void begin_mounting(kvs_master_t *m, kvs_segment_info_t *s)
     s->mount = td_random_u64();
     s->mounted_ns = td_now_ns();
     s->telling = true;
+    s->heard = false;
     s->must_mount = false;
     s->taken_count = 0;
+    TD_LOG_INFO("segment mounted", "segment=%s blocks=%u", s->id,
+                m->index->shares[s - m->segments].block_count);
     tell_mounted(m, s);
 }
 
@@ -402,6 +407,13 @@ void kvs_master_follow(kvs_master_t *m)
         }
     }
     kvs_master_look_at_held(m, td_now_ns());
+}
+
+static void mount_all_again(kvs_master_t *m)
+{
+    for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
+        m->segments[i].must_mount = m->segments[i].id[0] != '\0';
+    }
 }
 
 static uint32_t count_telling(const kvs_master_t *m)
@@ -802,8 +814,21 @@ static void handle_change(kvs_master_t *m, const td_msg_t *msg)
 
 /* --- loop ------------------------------------------------------------------------------------- */
 
+/* A segment whose words were lost on their way has to say again what it holds. */
+static void note_gap(kvs_master_t *m, const td_msg_t *msg)
+{
+    for (uint32_t i = 0; msg->gap && i < KVS_SEGMENTS_MAX; i++) {
+        kvs_segment_info_t *s = &m->segments[i];
+        if (s->incarnation == msg->sender_incarnation && strcmp(s->id, msg->sender_id) == 0) {
+            TD_LOG_WARN("messages lost on their way", "segment=%s", s->id);
+            s->must_mount = true;
+        }
+    }
+}
+
 bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
 {
+    note_gap(m, msg);
     switch (msg->type) {
     case TD_MSG_PUT_START:
         handle_put_start(m, msg);
@@ -826,6 +851,22 @@ bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
     }
 }
 
+static void tick_segment(kvs_master_t *m, uint32_t segment, uint64_t now)
+{
+    kvs_segment_info_t *s = &m->segments[segment];
+    const uint64_t silent_ms = s->telling ? (now - s->talked_ns) / TD_NS_PER_MS : 0;
+
+    /* What was ordered away since may not have arrived either: then another mounting is due. */
+    s->must_mount |=
+        silent_ms >= (s->heard ? TOLD_IDLE_MS : TELL_AGAIN_MS) && (s->heard || s->taken_count > 0);
+    if (s->must_mount) {
+        segment_forget(m, segment);
+        begin_mounting(m, s);
+    } else if (silent_ms >= TELL_AGAIN_MS && !s->heard) {
+        tell_mounted(m, s);
+    }
+}
+
 /* Orders that are overdue, segments that must hear from us. While we do not lead that waits: a key
  * that is revoked here and not at its segment would be known to nobody. */
 static void tick_orders(kvs_master_t *m, uint64_t now)
@@ -844,12 +885,8 @@ static void tick_orders(kvs_master_t *m, uint64_t now)
         }
     }
     for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
-        kvs_segment_info_t *s = &m->segments[i];
-        if (s->id[0] != '\0' && s->must_mount) {
-            segment_forget(m, i);
-            begin_mounting(m, s);
-        } else if (s->id[0] != '\0' && !s->told) {
-            tell_mounted(m, s);
+        if (m->segments[i].id[0] != '\0') {
+            tick_segment(m, i, now);
         }
     }
     drop_cooled(m);
@@ -859,6 +896,10 @@ void kvs_master_tick(kvs_master_t *m)
 {
     const uint64_t now = td_now_ns();
 
+    if (m->incarnation != td_bus_incarnation(m->bus)) {
+        m->incarnation = td_bus_incarnation(m->bus);
+        mount_all_again(m); /* declared dead, we were not listened to */
+    }
     if (kvs_master_leads(m)) {
         tick_orders(m, now);
     }

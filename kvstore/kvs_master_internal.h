@@ -12,10 +12,11 @@
 #define KVS_TAKEN_MAX 64u /* keys; past it the segment is mounted again */
 
 typedef struct segment {
-    bool told;       /* that it is mounted */
     bool telling;    /* what it holds in memory is not all known yet */
+    bool heard;      /* of this mounting, from it */
     bool must_mount; /* it may hold what nobody here knows of: an order did not reach it */
     uint64_t mounted_ns;
+    uint64_t talked_ns; /* while telling: when it was last told of the mounting, or last told us */
     uint32_t taken_count; /* keys ordered away since, while it is telling: a manifest that was sent
                            * before the order may still name them */
     td_block_key_t taken[KVS_TAKEN_MAX];
@@ -52,6 +53,7 @@ struct kvs_master {
     td_bus_t *bus;           /* borrowed */
     const td_coord_t *coord; /* borrowed */
     uint64_t term;           /* 0: of a standby, or a leader that was */
+    uint64_t incarnation;    /* that the segments were mounted with */
     uint64_t next_order;
     uint64_t served_ns;  /* when reading was last forgotten by half */
     uint32_t copies;     /* under way */

@@ -314,11 +314,12 @@ static bool was_taken(const kvs_segment_info_t *s, const td_block_key_t *key)
     return false;
 }
 
-/* Removed while the segment was away: it has not heard of that. */
+/* Removed while the segment was away: it has not heard of that. Nor has it been put again since. */
 static bool was_removed(const kvs_master_t *m, uint32_t segment, const td_block_key_t *key)
 {
     const uint64_t at_ns = kvs_removed_at(m->removed, key);
-    return at_ns != 0 && at_ns <= m->segments[segment].mounted_ns;
+    return at_ns != 0 && at_ns <= m->segments[segment].mounted_ns &&
+           kvs_index_find(m->index, key) == NULL;
 }
 
 /* A block of a segment's memory. Readers that another leader told of it may still be at it: it
@@ -351,6 +352,8 @@ static void adopt(kvs_master_t *m, uint32_t segment, const td_msg_blocks_t *told
     td_block_key_t surplus[TD_MSG_MANIFEST_KEYS_MAX];
     uint32_t count = 0;
 
+    s->heard = true;
+    s->talked_ns = td_now_ns();
     for (uint32_t i = 0; i < told->count; i++) {
         if (was_removed(m, segment, &told->keys[i])) {
             kvs_master_evict_told(m, segment, TD_MSG_EVICT_REMOVE, &told->keys[i], 1);
@@ -375,7 +378,7 @@ void kvs_master_handle_manifest(kvs_master_t *m, const td_msg_t *msg)
     const td_msg_blocks_t *told = &msg->u.blocks;
 
     for (uint32_t segment = 0; segment < KVS_SEGMENTS_MAX; segment++) {
-        const kvs_segment_info_t *s = &m->segments[segment];
+        kvs_segment_info_t *s = &m->segments[segment];
         if (s->id[0] == '\0' || s->incarnation != msg->sender_incarnation ||
             s->mount != told->mount || told->term != m->term) {
             continue;
@@ -384,6 +387,7 @@ void kvs_master_handle_manifest(kvs_master_t *m, const td_msg_t *msg)
             adopt(m, segment, told);
             return;
         }
+        s->must_mount |= told->how == TD_MSG_MANIFEST_LOST;
         if (told->how == TD_MSG_MANIFEST_RESET) {
             kvs_cold_forget(m->cold, segment);
         }

@@ -242,6 +242,10 @@ static void order_finish(kvs_segment_t *s, store_order_t *o, td_status_t fetched
             if (o->statuses[i] != TD_OK) {
                 td_pool_unref(s->pool, idx);
             }
+            if (o->statuses[i] == TD_ERR_EXISTS) { /* another order was faster */
+                idx = td_pool_find(s->pool, &o->keys[i]);
+                o->statuses[i] = TD_OK;
+            }
         }
         if (o->statuses[i] == TD_OK) {
             o->blocks[i] = idx;
@@ -431,7 +435,7 @@ static void drop_key(kvs_segment_t *s, const td_block_key_t *key, td_msg_evict_t
     }
 }
 
-bool kvs_segment_handle(kvs_segment_t *s, const td_msg_t *msg)
+static bool handle_order(kvs_segment_t *s, const td_msg_t *msg)
 {
     if (msg->type == TD_MSG_STORE_ORDER) {
         handle_store_order(s, msg);
@@ -465,6 +469,20 @@ bool kvs_segment_handle(kvs_segment_t *s, const td_msg_t *msg)
         return true;
     }
     return false;
+}
+
+bool kvs_segment_handle(kvs_segment_t *s, const td_msg_t *msg)
+{
+    const uint64_t mount = s->mount;
+
+    if (!handle_order(s, msg)) {
+        return false;
+    }
+    /* One that mounts us makes up for what was lost before it. */
+    if (msg->gap && s->mount == mount && msg->u.blocks.mount == mount) {
+        kvs_segment_manifest_lost(s->manifest);
+    }
+    return true;
 }
 
 int kvs_segment_fd(const kvs_segment_t *s)

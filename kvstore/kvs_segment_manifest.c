@@ -26,6 +26,7 @@ struct kvs_segment_manifest {
     uint64_t term;
     uint64_t mount;
     bool telling;
+    bool lost;     /* orders: the master is to be asked to mount us again */
     uint32_t next; /* to tell */
     uint32_t last; /* that was there at the mounting: what comes later is told by its order */
     /* One batch. */
@@ -115,6 +116,7 @@ void kvs_segment_manifest_mounted(kvs_segment_manifest_t *m, const char *master,
     m->term = term;
     m->mount = mount;
     m->telling = true;
+    m->lost = false;
     m->next = m->oldest;
     m->last = m->newest;
 }
@@ -124,9 +126,27 @@ void kvs_segment_manifest_pin(kvs_segment_manifest_t *m, uint32_t idx, uint32_t 
     m->places[idx].pin = (uint8_t)pin;
 }
 
+void kvs_segment_manifest_lost(kvs_segment_manifest_t *m)
+{
+    m->lost = true;
+}
+
 bool kvs_segment_manifest_is_telling(const kvs_segment_manifest_t *m)
 {
-    return m->telling;
+    return m->telling || m->lost;
+}
+
+static bool tell_lost(kvs_segment_manifest_t *m)
+{
+    td_msg_t msg = {.type = TD_MSG_STORE_MANIFEST};
+
+    msg.u.blocks =
+        (td_msg_blocks_t){.term = m->term, .mount = m->mount, .how = TD_MSG_MANIFEST_LOST};
+    m->lost = td_bus_send(m->bus, m->master, &msg) != TD_OK;
+    if (!m->lost) {
+        TD_LOG_WARN("orders lost on their way", "master=%s", m->master);
+    }
+    return !m->lost;
 }
 
 /* Fills the batch from a place on; answers the place after it. */
@@ -152,6 +172,9 @@ static uint32_t gather(kvs_segment_manifest_t *m, uint32_t idx)
 
 void kvs_segment_manifest_turn(kvs_segment_manifest_t *m)
 {
+    if (m->lost && !tell_lost(m)) {
+        return;
+    }
     for (uint32_t i = 0; m->telling && i < KVS_MANIFEST_BATCHES_MAX; i++) {
         const uint32_t after = gather(m, m->next);
         td_msg_t msg = {.type = TD_MSG_STORE_MANIFEST};

@@ -28,6 +28,9 @@ void kvs_segment_manifest_mounted(kvs_segment_manifest_t *manifest, const char *
 /** What the leader has pinned is told to the next one. */
 void kvs_segment_manifest_pin(kvs_segment_manifest_t *manifest, uint32_t idx, uint32_t pin);
 /** Is something still to be told? */
+/** Orders of the master did not arrive: asks it, before anything else is told, to mount us again.
+ */
+void kvs_segment_manifest_lost(kvs_segment_manifest_t *m);
 bool kvs_segment_manifest_is_telling(const kvs_segment_manifest_t *manifest);
 /** Tells a bounded number of blocks. */
 void kvs_segment_manifest_turn(kvs_segment_manifest_t *manifest);

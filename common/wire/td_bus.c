@@ -366,18 +366,19 @@ td_status_t td_bus_send(td_bus_t *bus, const char *id, td_msg_t *msg)
     msg->sender_id = bus->id;
     msg->sender_incarnation = bus->incarnation;
     msg->receiver_incarnation = msg->type == TD_MSG_REGISTER ? 0 : peer->incarnation;
-    msg->sequence = ++peer->sequence;
+    msg->sequence = peer->sequence + 1;
     td_str_clear(&bus->scratch);
     TD_TRY(td_msg_encode(msg, &bus->scratch));
     if (msg->type == TD_MSG_REGISTER) {
         drop_registers(bus, peer);
     }
     flush_peer(bus, peer);
-    if (peer->head == NULL &&
-        zmq_send(peer->dealer, bus->scratch.bytes, bus->scratch.len, ZMQ_DONTWAIT) >= 0) {
-        return TD_OK;
+    if (peer->head != NULL ||
+        zmq_send(peer->dealer, bus->scratch.bytes, bus->scratch.len, ZMQ_DONTWAIT) < 0) {
+        TD_TRY(outbox_push(bus, peer, &bus->scratch, msg->type == TD_MSG_REGISTER));
     }
-    return outbox_push(bus, peer, &bus->scratch, msg->type == TD_MSG_REGISTER);
+    peer->sequence++; /* what never went out leaves no gap */
+    return TD_OK;
 }
 
 void td_bus_wait(td_bus_t *bus, const int *fds, uint32_t fd_count, uint32_t timeout_ms,
@@ -407,7 +408,7 @@ void td_bus_wait(td_bus_t *bus, const int *fds, uint32_t fd_count, uint32_t time
 }
 
 /* Is the message from, and for, the lives of the two processes that know each other? */
-static bool envelope_is_live(td_bus_t *bus, const td_msg_t *msg)
+static bool envelope_is_live(td_bus_t *bus, td_msg_t *msg)
 {
     uint32_t at = peer_find(bus, msg->sender_id);
 
@@ -426,6 +427,8 @@ static bool envelope_is_live(td_bus_t *bus, const td_msg_t *msg)
     if (msg->sequence <= bus->peers[at]->seen) {
         return false; /* a duplicate */
     }
+    /* ZeroMQ reconnects by itself, and forgets what was on its way. */
+    msg->gap = bus->peers[at]->seen != 0 && msg->sequence != bus->peers[at]->seen + 1;
     bus->peers[at]->seen = msg->sequence;
     return true;
 }

@@ -267,8 +267,9 @@ typedef enum td_msg_evict {
 typedef enum td_msg_manifest {
     TD_MSG_MANIFEST_HERE = 0,
     TD_MSG_MANIFEST_GONE,
-    TD_MSG_MANIFEST_RESET, /* what was told before is void; count may be 0 */
-    TD_MSG_MANIFEST_MEMORY /* readable in memory: where; count may be 0 */
+    TD_MSG_MANIFEST_RESET,  /* what was told before is void; count may be 0 */
+    TD_MSG_MANIFEST_MEMORY, /* readable in memory: where; count may be 0 */
+    TD_MSG_MANIFEST_LOST    /* orders of the master did not arrive: count is 0 */
 } td_msg_manifest_t;
 
 /** PUT_START, PUT_RESULT, STORE_ORDER, STORE_DONE, EVICT_ORDER, LOOKUP, STORE_PIN, STORE_REMOVE,
@@ -312,6 +313,7 @@ typedef struct td_msg {
     uint64_t sender_incarnation;
     uint64_t receiver_incarnation;
     uint64_t sequence;
+    bool gap; /* set on receipt: messages of the sender before this one did not arrive */
     union {
         td_msg_register_t reg;
         td_msg_registered_t registered;

@@ -913,9 +913,11 @@ static td_status_t read_keys(const ProtobufCBinaryData *keys, td_msg_blocks_t *m
 
 static td_status_t read_manifest(const PB(StoreManifest) * pb, td_msg_blocks_t *m)
 {
-    MUST((uint32_t)pb->change <= TD_MSG_MANIFEST_MEMORY, "store_manifest: change");
-    if (pb->keys.len > 0 || (pb->change != TANDEM__V1__MANIFEST__MANIFEST_RESET &&
-                             pb->change != TANDEM__V1__MANIFEST__MANIFEST_MEMORY)) {
+    MUST((uint32_t)pb->change <= TD_MSG_MANIFEST_LOST, "store_manifest: change");
+    MUST(pb->change != TANDEM__V1__MANIFEST__MANIFEST_LOST || pb->keys.len == 0,
+         "store_manifest: keys where orders were lost");
+    if (pb->keys.len > 0 || pb->change == TANDEM__V1__MANIFEST__MANIFEST_HERE ||
+        pb->change == TANDEM__V1__MANIFEST__MANIFEST_GONE) {
         TD_TRY(read_keys(&pb->keys, m));
     }
     MUST(m->count <= TD_MSG_MANIFEST_KEYS_MAX, "store_manifest: too many keys");

@@ -69,6 +69,13 @@ def test_i1_speculation_in_batches_with_other_lengths_of_draft(options):
     assert not wrong, wrong
 
 
+def wait_until_nothing_is_held(c):
+    """An answer is out before its last blocks have reached the store."""
+    wait_until(lambda: sum(c.metrics("decode-1")[f'tandem_decode_kv_blocks{{state="{state}"}}']
+                           for state in ("reserved", "active", "quarantined")) == 0, 20,
+               "decode-1 holds no blocks")
+
+
 @test
 def test_speculation_copies_are_accepted_and_counted(options):
     c = cluster(options)
@@ -84,8 +91,7 @@ def test_speculation_copies_are_accepted_and_counted(options):
     series = 'tandem_decode_drafter_steps_total{drafter="memo"}'
     assert 0 < after[series] - before[series] <= 63 - accepted(details)
     assert after["tandem_decode_memo_paths"] > 0
-    assert sum(after[f'tandem_decode_kv_blocks{{state="{state}"}}']
-               for state in ("reserved", "active", "quarantined")) == 0
+    wait_until_nothing_is_held(c)
 
 
 @test
@@ -201,9 +207,7 @@ def test_speculation_survives_giving_way(options):
         run_together([(k,) for k in (0, 3, 8, 8)], run)
         assert texts == [alone] * 4, texts
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
-        wait_until(lambda: sum(c.metrics("decode-1")[f'tandem_decode_kv_blocks{{state="{s}"}}']
-                               for s in ("reserved", "active", "quarantined")) == 0, 10,
-                   "nothing held")
+        wait_until_nothing_is_held(c)
 
 
 if __name__ == "__main__":

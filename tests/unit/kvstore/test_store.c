@@ -1442,6 +1442,107 @@ static void test_f9_store_manifest_overtaken_by_an_order(void **state)
     assert_int_equal(w->epochs[1], 6);
 }
 
+/* I5: a master that was declared dead while it slept goes on with the life before until it hears of
+ * it. What it ordered then went nowhere, so in its new life it asks what there is. */
+static void test_i5_store_master_woken_after_its_death(void **state)
+{
+    world_t *w = *state;
+    kvs_policy_t policy = kvs_policy_default();
+
+    policy.lease_ms = 0;
+    put_one_by_one(w, 0, 10);
+    next_leader(w, 64, policy);
+    TURN_UNTIL(w, kvs_master_is_complete(w->next));
+    td_bus_disconnect(w->store, "next"); /* the segment has heard of its death */
+    for (uint32_t i = 0; i < 2; i++) {
+        const td_block_key_t key = key_of(i);
+        const td_msg_t msg = {.type = TD_MSG_STORE_REMOVE,
+                              .sender_id = "writer",
+                              .sender_incarnation = WRITER,
+                              .u.blocks = {.request = 1, .count = 1, .keys = &key}};
+        assert_true(kvs_master_handle(w->next, &msg));
+    }
+    TURN_UNTIL(w, td_bus_refused(w->store) == 2);
+    assert_int_equal(KNOWN(w), 8);
+    assert_int_equal(IN_SEGMENT(w), 10);
+    td_bus_set_incarnation(w->next_bus, NEXT + 1);
+    TURN_UNTIL(w, td_bus_refused(w->store) == 3); /* the segment does not know that life yet */
+    assert_int_equal(td_bus_connect(w->store, "next", td_bus_endpoint(w->next_bus), NEXT + 1),
+                     TD_OK);
+    TURN_UNTIL(w, kvs_master_is_complete(w->next) && IN_SEGMENT(w) == 8);
+    assert_int_equal(KNOWN(w), 8);
+}
+
+/* Removes a key; the order of it is lost on the way to the segment, or comes after such a loss. */
+static void remove_with_loss(world_t *w, uint32_t n, bool comes)
+{
+    const td_block_key_t key = key_of(n);
+    td_msg_t msg = {.type = TD_MSG_STORE_REMOVE,
+                    .sender_id = "writer",
+                    .sender_incarnation = WRITER,
+                    .u.blocks = {.request = 1, .count = 1, .keys = &key}};
+    td_msg_arena_t *arena = NULL;
+
+    assert_true(kvs_master_handle(w->master, &msg));
+    td_bus_wait(w->store, NULL, 0, 0, NULL);
+    take_in(w->store, &msg, &arena);
+    assert_int_equal(msg.type, TD_MSG_EVICT_ORDER);
+    msg.gap = true;
+    assert_true(!comes || kvs_segment_handle(w->segment, &msg));
+    td_msg_arena_free(arena);
+}
+
+/* I5: what was lost with a connection is noticed on both ends: a segment has the master mount it
+ * again, and so does what the master misses of a segment. */
+static void test_i5_store_lost_messages_are_made_up_for(void **state)
+{
+    world_t *w = *state;
+    td_msg_t done = {
+        .type = TD_MSG_STORE_DONE, .sender_id = "store", .sender_incarnation = STORE, .gap = true};
+
+    w->with_ticks = true;
+    put_one_by_one(w, 0, 10);
+    TURN_UNTIL(w, kvs_master_is_complete(w->master));
+    remove_with_loss(w, 0, false);
+    remove_with_loss(w, 1, true);
+    TURN_UNTIL(w, kvs_master_is_complete(w->master) && IN_SEGMENT(w) == 8);
+    assert_int_equal(KNOWN(w), 8);
+    assert_true(kvs_master_handle(w->master, &done));
+    kvs_master_tick(w->master);
+    assert_false(kvs_master_is_complete(w->master));
+    TURN_UNTIL(w, kvs_master_is_complete(w->master));
+    assert_int_equal(KNOWN(w), 8);
+    lookup(w, 2, 8);
+    assert_int_equal(w->found, 8);
+}
+
+/* A segment that is silent in the middle of what it tells is mounted again. */
+static void test_store_broken_off_manifest_begins_again(void **state)
+{
+    world_t *w = *state;
+    td_msg_t msg;
+    td_msg_arena_t *arena = NULL;
+    uint64_t mount = 0;
+
+    w->with_ticks = true;
+    w->second_frozen = true;
+    TURN_UNTIL(w, td_bus_recv(w->second, &msg, &arena) == TD_OK);
+    assert_int_equal(msg.type, TD_MSG_MOUNT);
+    mount = msg.u.blocks.mount;
+    td_msg_arena_free(arena);
+    msg = (td_msg_t){.type = TD_MSG_STORE_MANIFEST,
+                     .sender_incarnation = SECOND,
+                     .u.blocks = {.term = 1, .mount = mount, .how = TD_MSG_MANIFEST_MEMORY}};
+    assert_true(kvs_master_handle(w->master, &msg)); /* the rest is lost */
+    while (msg.u.blocks.mount == mount) {
+        TURN_UNTIL(w, td_bus_recv(w->second, &msg, &arena) == TD_OK);
+        assert_int_equal(msg.type, TD_MSG_MOUNT);
+        td_msg_arena_free(arena);
+    }
+    w->second_frozen = false;
+    TURN_UNTIL(w, kvs_master_is_complete(w->master));
+}
+
 static int setup_two_default(void **state)
 {
     return setup_two(state, kvs_policy_default());
@@ -1514,6 +1615,12 @@ int main(void)
                                         setup, teardown),
         cmocka_unit_test_setup_teardown(test_f9_store_pins_outlive_the_leader, setup_no_lease,
                                         teardown),
+        cmocka_unit_test_setup_teardown(test_i5_store_master_woken_after_its_death, setup_no_lease,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i5_store_lost_messages_are_made_up_for, setup_no_lease,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_broken_off_manifest_begins_again,
+                                        setup_two_default, teardown),
         cmocka_unit_test_setup_teardown(test_f9_store_manifest_overtaken_by_an_order,
                                         setup_two_replicas, teardown),
     };
