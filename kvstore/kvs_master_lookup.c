@@ -314,12 +314,25 @@ static bool was_taken(const kvs_segment_info_t *s, const td_block_key_t *key)
     return false;
 }
 
-/* Removed while the segment was away: it has not heard of that. Nor has it been put again since. */
+/* Removed while the segment was away: it has not heard of that. */
 static bool was_removed(const kvs_master_t *m, uint32_t segment, const td_block_key_t *key)
 {
     const uint64_t at_ns = kvs_removed_at(m->removed, key);
-    return at_ns != 0 && at_ns <= m->segments[segment].mounted_ns &&
-           kvs_index_find(m->index, key) == NULL;
+    return at_ns != 0 && at_ns <= m->segments[segment].mounted_ns;
+}
+
+/* A block that was removed goes, and with it what was put there since under its key: the segment
+ * has taken the old one for it. */
+static void remove_told(kvs_master_t *m, uint32_t segment, const td_block_key_t *key)
+{
+    const kvs_entry_t *e = kvs_index_find(m->index, key);
+    kvs_replica_t *r = e == NULL ? NULL : kvs_index_on(m->index, e, segment);
+
+    if (r != NULL) {
+        (void)kvs_index_drop(m->index, r,
+                             r->state == KVS_STORING ? &m->orders[r->order].storing : NULL);
+    }
+    kvs_master_evict_told(m, segment, TD_MSG_EVICT_REMOVE, key, 1);
 }
 
 /* A block of a segment's memory. Readers that another leader told of it may still be at it: it
@@ -356,7 +369,7 @@ static void adopt(kvs_master_t *m, uint32_t segment, const td_msg_blocks_t *told
     s->talked_ns = td_now_ns();
     for (uint32_t i = 0; i < told->count; i++) {
         if (was_removed(m, segment, &told->keys[i])) {
-            kvs_master_evict_told(m, segment, TD_MSG_EVICT_REMOVE, &told->keys[i], 1);
+            remove_told(m, segment, &told->keys[i]);
         } else if (!adopt_one(m, segment, told, i)) {
             surplus[count++] = told->keys[i];
         }

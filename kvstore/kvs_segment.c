@@ -187,6 +187,20 @@ static td_status_t block_take(kvs_segment_t *s, uint32_t *idx_out)
     return status;
 }
 
+static void block_drop(kvs_segment_t *s, uint32_t idx)
+{
+    td_pool_unindex(s->pool, idx);
+    td_pool_unref(s->pool, idx); /* stored blocks hold one reference; the epoch moves on */
+}
+
+/* Is the block that is kept under a key the one that the order names? It should be: a key names its
+ * content. Where not, a removal was lost on its way to us, and what is offered now counts. */
+static bool is_named(const kvs_segment_t *s, uint32_t idx, const store_order_t *o, uint32_t i)
+{
+    return td_block_checksum(td_pool_content_hash(s->pool, idx), &o->keys[i], o->epochs[i]) ==
+           o->checksums[i];
+}
+
 /* Takes blocks for what is new and lists the pieces to fetch. */
 static uint32_t order_prepare(kvs_segment_t *s, store_order_t *o)
 {
@@ -200,10 +214,13 @@ static uint32_t order_prepare(kvs_segment_t *s, store_order_t *o)
             o->statuses[i] = TD_ERR_CANCELLED; /* while it waited */
             continue;
         }
-        if (idx != TD_POOL_NONE) {
+        if (idx != TD_POOL_NONE && is_named(s, idx, o, i)) {
             o->statuses[i] =
                 TD_ERR_EXISTS; /* kept under an older order: told with its place below */
             continue;
+        }
+        if (idx != TD_POOL_NONE) {
+            block_drop(s, idx);
         }
         o->statuses[i] = block_take(s, &o->blocks[i]);
         if (o->statuses[i] != TD_OK) {
@@ -216,6 +233,23 @@ static uint32_t order_prepare(kvs_segment_t *s, store_order_t *o)
                                                  .dest = td_pool_bytes(s->pool, o->blocks[i])};
     }
     return pieces;
+}
+
+/* Makes a block readable, unless another order was faster. *idx: where it is. */
+static td_status_t keep_fetched(kvs_segment_t *s, const store_order_t *o, uint32_t i, uint64_t hash,
+                                uint32_t *idx)
+{
+    const uint32_t other = td_pool_find(s->pool, &o->keys[i]);
+
+    if (other != TD_POOL_NONE && is_named(s, other, o, i)) {
+        td_pool_unref(s->pool, *idx);
+        *idx = other;
+        return TD_OK;
+    }
+    if (other != TD_POOL_NONE) {
+        block_drop(s, other);
+    }
+    return td_pool_index(s->pool, *idx, &o->keys[i], hash);
 }
 
 /* Compares what came with its checksums and makes it readable, or gives its space back at once. */
@@ -237,14 +271,10 @@ static void order_finish(kvs_segment_t *s, store_order_t *o, td_status_t fetched
                 td_metric_add(s->corrupt, 1);
                 o->statuses[i] = TD_ERR_CORRUPT;
             } else {
-                o->statuses[i] = td_pool_index(s->pool, idx, &o->keys[i], hash);
+                o->statuses[i] = keep_fetched(s, o, i, hash, &idx);
             }
             if (o->statuses[i] != TD_OK) {
                 td_pool_unref(s->pool, idx);
-            }
-            if (o->statuses[i] == TD_ERR_EXISTS) { /* another order was faster */
-                idx = td_pool_find(s->pool, &o->keys[i]);
-                o->statuses[i] = TD_OK;
             }
         }
         if (o->statuses[i] == TD_OK) {
@@ -344,12 +374,6 @@ static void orders_drop(store_order_t *o, const td_block_key_t *key)
             }
         }
     }
-}
-
-static void block_drop(kvs_segment_t *s, uint32_t idx)
-{
-    td_pool_unindex(s->pool, idx);
-    td_pool_unref(s->pool, idx); /* stored blocks hold one reference; the epoch moves on */
 }
 
 /* Gives up a block for space: to the cold tier, if there is one. */

@@ -1516,6 +1516,64 @@ static void test_i5_store_lost_messages_are_made_up_for(void **state)
     assert_int_equal(w->found, 8);
 }
 
+/* A removal that a segment has missed does not make it keep what it has for what is put later. */
+static void test_store_put_after_a_lost_removal_counts(void **state)
+{
+    world_t *w = *state;
+    const td_block_key_t key = key_of(0);
+    uint32_t idx = 0;
+
+    put_one_by_one(w, 0, 1);
+    remove_with_loss(w, 0, false);
+    idx = td_pool_find(w->pool, &key);
+    td_pool_unindex(w->pool, idx);
+    assert_int_equal(td_pool_take(w->pool, &idx), TD_OK);
+    memset(td_pool_bytes(w->pool, idx), 77, BLOCK_BYTES);
+    assert_int_equal(td_pool_index(w->pool, idx, &key,
+                                   td_block_content_hash(td_pool_bytes(w->pool, idx), BLOCK_BYTES)),
+                     TD_OK);
+    assert_int_equal(kvs_client_put(w->client, &idx, 1), TD_OK);
+    td_pool_unref(w->pool, idx);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 1);
+    assert_int_equal(w->found, 1);
+    assert_int_equal(td_transfer_memory(w->store_transfer)[(size_t)w->where[0] * BLOCK_BYTES], 77);
+    assert_int_equal(IN_SEGMENT(w), 1);
+}
+
+/* Nor does a segment that comes back with a removed block, when its key is on its way in again. */
+static void test_store_removed_block_told_while_its_key_is_put(void **state)
+{
+    world_t *w = *state;
+    const td_block_key_t key = key_of(0);
+    const uint32_t block = 3;
+    const uint64_t number = 5;
+    td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
+
+    put_one_by_one(w, 0, 1);
+    remove_with_loss(w, 0, false);
+    kvs_master_peer_down(w->master, "store", STORE);
+    kvs_master_segment_up(w->master, "store", STORE, SEGMENT_BLOCKS);
+    ask_put(w, w->master, 0);
+    assert_int_equal(KNOWN(w), 1);
+    take_in(w->store, &msg, &arena);
+    assert_int_equal(msg.type, TD_MSG_MOUNT);
+    msg = (td_msg_t){.type = TD_MSG_STORE_MANIFEST,
+                     .sender_incarnation = STORE,
+                     .u.blocks = {.term = 1,
+                                  .mount = msg.u.blocks.mount,
+                                  .how = TD_MSG_MANIFEST_MEMORY,
+                                  .count = 1,
+                                  .keys = &key,
+                                  .blocks = &block,
+                                  .epochs = &number,
+                                  .checksums = &number}};
+    td_msg_arena_free(arena);
+    assert_true(kvs_master_handle(w->master, &msg));
+    assert_int_equal(KNOWN(w), 0);
+}
+
 /* A segment that is silent in the middle of what it tells is mounted again. */
 static void test_store_broken_off_manifest_begins_again(void **state)
 {
@@ -1619,6 +1677,10 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_i5_store_lost_messages_are_made_up_for, setup_no_lease,
                                         teardown),
+        cmocka_unit_test_setup_teardown(test_store_put_after_a_lost_removal_counts, setup_no_lease,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_removed_block_told_while_its_key_is_put,
+                                        setup_no_lease, teardown),
         cmocka_unit_test_setup_teardown(test_store_broken_off_manifest_begins_again,
                                         setup_two_default, teardown),
         cmocka_unit_test_setup_teardown(test_f9_store_manifest_overtaken_by_an_order,
