@@ -2,8 +2,6 @@
  *
  * The store, master and segment, is a process of its own, forked before UCX is touched; this one is
  * the node, and plays the router as far as telling the node who the store's master is. */
-#include <sched.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +18,7 @@
 #include "tests/bench/bench.h"
 #include "tests/bench/bench_fork.h"
 #include "tests/bench/bench_options.h"
+#include "tests/bench/bench_reader.h"
 #include "tests/bench/bench_recovery.h"
 
 #define STORE_NODE 1u /* incarnations */
@@ -62,7 +61,8 @@ static void print_help(void)
                "\n"
                "Starts a store (master and segment, one process) and measures, as a node: putting\n"
                "distinct blocks in batches until each is readable there, reading them (look up,\n"
-               "fetch, checksum), and looking up keys in batches of 512, eight at a time.\n"
+               "fetch, checksum; three batches at a time), and looking up keys in batches of 512, "
+               "eight at a time.\n"
                "Each figure is the best of the repeats. Then, with processes of their own, how\n"
                "long a new leader takes until it knows 100,000 blocks (the median).\n"
                "\n"
@@ -216,20 +216,19 @@ typedef struct node {
     uint32_t lookups_open;
     uint64_t keys_found;
     bool failed;
-    /* Of the last lookup: where to read; [batch]. */
-    td_fetch_piece_t *pieces;
-    td_block_key_t *keys;
-    uint64_t *sums;
-    uint32_t found;
+    td_block_key_t *keys; /* owned; [blocks]: to read */
+    bench_reader_t *reader;
 } node_t;
 
 static void turn(node_t *n, uint32_t timeout_ms)
 {
     const td_msg_heartbeat_t load = {0};
+    const int fd = n->reader == NULL ? -1 : bench_reader_fd(n->reader);
+    bool readable = false;
     td_msg_arena_t *arena = NULL;
     td_msg_t msg;
 
-    td_bus_wait(n->bus, NULL, 0, timeout_ms, NULL);
+    td_bus_wait(n->bus, &fd, n->reader == NULL ? 0 : 1, timeout_ms, &readable);
     while (td_bus_recv(n->bus, &msg, &arena) == TD_OK) {
         if (!td_member_handle(n->member, &msg)) {
             (void)kvs_client_handle(n->client, &msg);
@@ -338,71 +337,30 @@ static void on_found(void *ctx, uint64_t tag, td_status_t status,
                      const td_msg_lookup_result_t *found)
 {
     node_t *n = ctx;
+    (void)tag;
     (void)status;
 
     n->lookups_open--;
-    n->found = found != NULL ? found->count : 0;
-    n->keys_found += n->found;
-    for (uint32_t i = 0; tag == 1 && i < n->found; i++) { /* who reads what it has found */
-        n->pieces[i].block = found->blocks[i];
-        n->pieces[i].epoch = found->epochs[i];
-        n->sums[i] = found->checksums[i];
-    }
+    n->keys_found += found != NULL ? found->count : 0;
 }
 
-static void on_read(td_fetch_t *fetch)
-{
-    atomic_store_explicit((atomic_bool *)fetch->ctx, true, memory_order_release);
-}
-
-/* One batch into the memory behind the node's own blocks. */
-static bool read_batch(node_t *n, uint32_t first, uint32_t count)
-{
-    atomic_bool done = false;
-    td_fetch_t fetch = {.peer = STORE_STORE,
-                        .deadline_ns = td_now_ns() + STORE_WAIT_NS,
-                        .complete = on_read,
-                        .ctx = &done,
-                        .pieces = n->pieces,
-                        .piece_count = count};
-
-    for (uint32_t i = 0; i < count; i++) {
-        n->keys[i] = key_of(n->round, first + i);
-    }
-    n->lookups_open = 1;
-    if (kvs_client_lookup(n->client, n->keys, count, on_found, n, 1) != TD_OK) {
-        return false;
-    }
-    while (n->lookups_open > 0) {
-        turn(n, 1);
-    }
-    if (n->found != count || td_transfer_fetch(n->transfer, &fetch) != TD_OK) {
-        (void)bench_usage_error("only %u of %u blocks were found", n->found, count);
-        return false;
-    }
-    while (!atomic_load_explicit(&done, memory_order_acquire)) {
-        (void)sched_yield();
-    }
-    for (uint32_t i = 0; i < count; i++) {
-        const uint64_t hash = td_block_content_hash(n->pieces[i].dest, n->options->block_bytes);
-        if (fetch.status != TD_OK ||
-            td_block_checksum(hash, &n->keys[i], n->pieces[i].epoch) != n->sums[i]) {
-            (void)bench_usage_error("a block came wrong: %s", td_status_name(fetch.status));
-            return false;
-        }
-    }
-    return true;
-}
-
+/* All blocks, into the memory behind the node's own. */
 static bool read_all(node_t *n, uint64_t *best_ns)
 {
     const store_options_t *o = n->options;
     const uint64_t begin_ns = td_now_ns();
+    td_status_t status = TD_OK;
 
-    for (uint32_t at = 0; at < o->blocks; at += o->batch) {
-        if (!read_batch(n, at, TD_MIN(o->batch, o->blocks - at))) {
-            return false;
-        }
+    for (uint32_t i = 0; i < o->blocks; i++) {
+        n->keys[i] = key_of(n->round, i);
+    }
+    bench_reader_begin(n->reader, n->keys, o->blocks);
+    while ((status = bench_reader_step(n->reader)) == TD_INPROGRESS) {
+        turn(n, 1);
+    }
+    if (status != TD_OK) {
+        (void)bench_usage_error("a block came wrong, or not at all: %s", td_status_name(status));
+        return false;
     }
     *best_ns = TD_MIN(*best_ns, td_now_ns() - begin_ns);
     return true;
@@ -460,10 +418,24 @@ static bool measure(node_t *n, json_t *figures)
     return true;
 }
 
+static bool open_reader(node_t *n)
+{
+    const store_options_t *o = n->options;
+    const bench_reader_config_t config = {.client = n->client,
+                                          .transfer = n->transfer,
+                                          .segment = STORE_STORE,
+                                          .batch = o->batch,
+                                          .block_bytes = o->block_bytes,
+                                          .into = td_transfer_memory(n->transfer) +
+                                                  (size_t)o->blocks * o->block_bytes};
+
+    return bench_reader_create(&config, &n->reader) == TD_OK;
+}
+
 static bool use_store(const store_options_t *o, int socket, json_t *figures)
 {
-    /* Read into the second half: no block is copied onto itself. */
-    const uint32_t block_count = o->blocks + o->batch;
+    /* Read into memory of its own: no block is copied onto itself. */
+    const uint32_t block_count = o->blocks + BENCH_READER_DEPTH * o->batch;
     const td_transfer_peer_t shape = {.block_count = STORE_ROUNDS * o->blocks,
                                       .block_bytes = o->block_bytes};
     node_t n = {.options = o};
@@ -473,26 +445,20 @@ static bool use_store(const store_options_t *o, int socket, json_t *figures)
     n.router = open_bus("router", STORE_ROUTER);
     n.bus = open_bus("node", STORE_NODE);
     n.blocks = td_calloc(o->blocks, sizeof(*n.blocks));
-    n.pieces = td_calloc(o->batch, sizeof(*n.pieces));
-    n.keys = td_calloc(o->batch, sizeof(*n.keys));
-    n.sums = td_calloc(o->batch, sizeof(*n.sums));
+    n.keys = td_calloc(o->blocks, sizeof(*n.keys));
     ok =
         n.transfer != NULL && n.router != NULL && n.bus != NULL && n.blocks != NULL &&
-        n.pieces != NULL && n.keys != NULL && n.sums != NULL &&
+        n.keys != NULL &&
         td_pool_create(td_transfer_memory(n.transfer), o->blocks, o->block_bytes, &n.pool) == TD_OK;
     if (ok) {
         td_transfer_set_pool(n.transfer, n.pool);
-        for (uint32_t i = 0; i < o->batch; i++) {
-            n.pieces[i].bytes = o->block_bytes;
-            n.pieces[i].dest =
-                td_transfer_memory(n.transfer) + (size_t)(o->blocks + i) * o->block_bytes;
-        }
         ok = join(&n) && meet(socket, n.bus, "store", STORE_STORE, n.transfer, &shape) &&
-             measure(&n, figures);
+             open_reader(&n) && measure(&n, figures);
     }
     if (n.transfer != NULL) {
         td_transfer_destroy(n.transfer);
     }
+    bench_reader_destroy(n.reader);
     kvs_client_destroy(n.client);
     for (uint32_t i = 0; n.round > 0 && i < o->blocks; i++) {
         td_pool_unref(n.pool, n.blocks[i]);
@@ -505,9 +471,7 @@ static bool use_store(const store_options_t *o, int socket, json_t *figures)
     if (n.router != NULL) {
         td_bus_destroy(n.router);
     }
-    td_free(n.sums);
     td_free(n.keys);
-    td_free(n.pieces);
     td_free(n.blocks);
     return ok;
 }
@@ -549,7 +513,8 @@ static int parse_options(int argc, char **argv, store_options_t *o)
         return rc;
     }
     o->batch = TD_MIN(o->batch, o->blocks);
-    if (!td_size_mul((1 + STORE_ROUNDS) * (size_t)o->blocks + o->batch, o->block_bytes, &bytes) ||
+    if (!td_size_mul((1 + STORE_ROUNDS) * (size_t)o->blocks + BENCH_READER_DEPTH * o->batch,
+                     o->block_bytes, &bytes) ||
         bytes > STORE_POOL_BYTES_MAX) {
         return bench_usage_error("--size times five times --blocks is more than %zu bytes",
                                  STORE_POOL_BYTES_MAX);
