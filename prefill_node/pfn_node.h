@@ -52,6 +52,9 @@ typedef struct pfn_request {
     uint32_t published_blocks; /* full ones that are indexed, or were there before */
     bool computing;            /* a batch has rows of it now */
     uint32_t fetches;          /* under way, or being hashed */
+    uint32_t fetched_blocks;   /* hashed */
+    bool fetch_counts;         /* as a measurement: it came, or took too long */
+    uint64_t fetch_ns;         /* when fetching began */
     uint32_t *quarantined;     /* owned, [blocks]; while PFN_DRAIN */
     uint32_t quarantined_count;
     td_sampled_t *first; /* owned, [n]: first token of each choice */

@@ -87,9 +87,11 @@ void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
         return;
     }
     r->fetches--;
-    if (job->hashed || job->fetch.status == TD_ERR_TIMEOUT) {
-        pfn_rate_add(&p->fetch_rate, job->hashed ? job->fetch.piece_count : 0,
-                     td_now_ns() - job->started_ns);
+    r->fetched_blocks += job->hashed ? job->fetch.piece_count : 0;
+    r->fetch_counts |= job->hashed || job->fetch.status == TD_ERR_TIMEOUT;
+    if (r->state == PFN_WAIT_FETCH && r->fetches == 0 &&
+        r->fetch_counts) { /* jobs of a prefix run side by side */
+        pfn_rate_add(&p->fetch_rate, r->fetched_blocks, td_now_ns() - r->fetch_ns);
     }
     if (r->state == PFN_WAIT_FETCH && job->hashed) {
         td_node_fetch_compare(job, r->keys, r->hashes, r->verified, r->work.request_id);
@@ -134,6 +136,7 @@ static void lookup_done(void *ctx, uint64_t tag, td_status_t status,
                                              fetch_deadline(p, found->count), found,
                                              r->hashes + r->local_blocks, &r->fetches) > 0) {
         r->state = PFN_WAIT_FETCH;
+        r->fetch_ns = td_now_ns();
         TD_FAULT_POINT("prefill_fetch");
         return;
     }

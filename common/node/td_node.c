@@ -312,8 +312,7 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *n, uint64_t peer_incarnation, uint
         job->fetch.pieces = job->pieces;
         job->fetch.complete = on_fetch_complete;
         job->fetch.ctx = job;
-        job->started_ns = td_now_ns();
-        job->fetch.deadline_ns = job->started_ns + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+        job->fetch.deadline_ns = td_now_ns() + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
     }
     return job;
 }
@@ -338,6 +337,8 @@ uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint3
     const uint32_t needed =
         td_attention_blocks_needed(td_node_mask(n), td_node_layout(n)->block_tokens, behind,
                                    first * td_node_layout(n)->block_tokens, behind);
+    const uint32_t blocks_max =
+        TD_MAX((uint32_t)(TD_NODE_FETCH_BYTES / td_pool_block_bytes(n->pool)), 1u);
     uint32_t at = 0;
 
     *jobs_out = 0;
@@ -355,7 +356,8 @@ uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint3
             at++;
             continue;
         }
-        while (end < found->count && found->segment_of[end] == found->segment_of[at] &&
+        while (end < found->count && end - at < blocks_max &&
+               found->segment_of[end] == found->segment_of[at] &&
                td_seq_needs(seq, behind, first + end)) {
             end++;
         }

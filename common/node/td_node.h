@@ -21,6 +21,9 @@
 #define TD_NODE_TICK_MS 50u
 #define TD_NODE_MESSAGES_PER_TICK 256u
 #define TD_NODE_FETCHES_MAX 4096u
+/* Of one job that fetches from the store: while it is hashed the next is fetched, and what is
+ * hashed is still in a cache. */
+#define TD_NODE_FETCH_BYTES (4u << 20)
 #define TD_NODE_STOP_IDS_MAX 16u
 #define TD_NODE_FORGOTTEN_MAX 4096u /* ended tickets remembered, so that late messages stay out */
 
@@ -59,9 +62,8 @@ typedef struct td_node_fetch {
     struct td_node *node;
     uint64_t ticket;
     uint32_t attempt;
-    uint32_t first;  /* the node's own: logical index of the first block */
-    uint32_t layers; /* layers each piece brings */
-    uint64_t started_ns;
+    uint32_t first;            /* the node's own: logical index of the first block */
+    uint32_t layers;           /* layers each piece brings */
     bool hashed;               /* the verifier has been there: hashes are those of our copy */
     uint64_t *hashes;          /* [fetch.piece_count], behind the pieces */
     td_fetch_piece_t pieces[]; /* [fetch.piece_count] */
@@ -132,13 +134,12 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *node, uint64_t peer_incarnation,
                                    uint32_t piece_count);
 /** Submits it; it comes back over node->fetched. Errors: TD_ERR_BUSY: the job has been freed. */
 TD_MUST_CHECK td_status_t td_node_fetch_submit(td_node_fetch_t *job);
-/** Fetches blocks that a store has found, one job for each run on the same segment, into blocks by
- * which seq grows. What no position behind them sees is skipped, not fetched; blocks beyond its
- * reservation are reserved, or nothing is fetched.
- * job->first is the logical index of a job's first block.
- * Shape:  sums_out [found->count]: the announced checksums.
- * Answers by how many entries, from the first, seq has grown; *jobs_out counts the jobs: none, and
- * seq is what it was. */
+/** Fetches blocks that a store has found, jobs of up to TD_NODE_FETCH_BYTES on the same segment,
+ * into blocks by which seq grows. What no position behind them sees is skipped, not fetched; blocks
+ * beyond its reservation are reserved, or nothing is fetched. job->first is the logical index of a
+ * job's first block. Shape:  sums_out [found->count]: the announced checksums. Answers by how many
+ * entries, from the first, seq has grown; *jobs_out counts the jobs: none, and seq is what it was.
+ */
 uint32_t td_node_fetch_found(td_node_t *node, td_seq_t *seq, uint64_t ticket, uint32_t attempt,
                              uint64_t deadline_ns, const td_msg_lookup_result_t *found,
                              uint64_t *sums_out, uint32_t *jobs_out);

@@ -22,7 +22,7 @@
 #define COMMANDS_MAX 16384u
 #define ANSWERS_IN_FLIGHT_MAX 8u /* staging buffers */
 #define ANSWERS_OF_PEER_MAX 2u   /* of those: a frozen asker must not hold up the others */
-#define JOBS_MAX 1024u           /* asks waiting for a staging buffer */
+#define JOBS_MAX 4096u           /* asks waiting for a staging buffer */
 #define SHM_BYTES_PER_TURN (8u << 20)
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14; older headers lack it */

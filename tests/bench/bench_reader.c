@@ -3,28 +3,38 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_ring.h"
+#include "common/node/td_node.h"
 #include "common/node/td_verify.h"
 
 #define READ_LIMIT_NS (60 * TD_NS_PER_S)
 
+struct slot;
+
+typedef struct slice { /* of a batch: what is fetched and then hashed at a time */
+    struct slot *slot;
+    bool fetched;
+    td_fetch_t fetch;
+    td_verify_job_t verify;
+} slice_t;
+
 typedef struct slot { /* one batch */
     bench_reader_t *reader;
     bool used;
-    bool fetched;
-    td_status_t status;
     const td_block_key_t *keys; /* borrowed */
     uint32_t count;
+    uint32_t left;            /* blocks that are not here, or not hashed */
     td_fetch_piece_t *pieces; /* owned, [batch], as the next two */
     uint64_t *checksums;
     uint64_t *hashes;
-    td_fetch_t fetch;
-    td_verify_job_t verify;
+    slice_t *slices; /* owned, [slices_max] */
 } slot_t;
 
 struct bench_reader {
     bench_reader_config_t config;
+    uint32_t slice_blocks;
+    uint32_t slices_max; /* of a batch */
     td_verify_t *verify; /* owned */
-    td_ring_t *inbox;    /* owned: slots that were fetched or hashed */
+    td_ring_t *inbox;    /* owned: slices that were fetched or hashed */
     slot_t slots[BENCH_READER_DEPTH];
     const td_block_key_t *keys; /* borrowed */
     uint32_t count;
@@ -42,7 +52,8 @@ static bool slot_init(bench_reader_t *r, uint32_t at)
     s->pieces = td_calloc(c->batch, sizeof(*s->pieces));
     s->checksums = td_calloc(c->batch, sizeof(*s->checksums));
     s->hashes = td_calloc(c->batch, sizeof(*s->hashes));
-    if (s->pieces == NULL || s->checksums == NULL || s->hashes == NULL) {
+    s->slices = td_calloc(r->slices_max, sizeof(*s->slices));
+    if (s->pieces == NULL || s->checksums == NULL || s->hashes == NULL || s->slices == NULL) {
         return false;
     }
     for (uint32_t i = 0; i < c->batch; i++) {
@@ -60,15 +71,18 @@ td_status_t bench_reader_create(const bench_reader_config_t *config, bench_reade
 
     if (ok) {
         r->config = *config;
+        r->slice_blocks = (uint32_t)TD_MAX(TD_NODE_FETCH_BYTES / config->block_bytes, 1u);
+        r->slices_max = (config->batch + r->slice_blocks - 1) / r->slice_blocks;
     }
     for (uint32_t i = 0; ok && i < BENCH_READER_DEPTH; i++) {
         ok = slot_init(r, i);
     }
     if (ok) {
-        status = td_ring_create(2 * BENCH_READER_DEPTH, &r->inbox);
+        status = td_ring_create(BENCH_READER_DEPTH * r->slices_max, &r->inbox);
     }
     if (status == TD_OK) {
-        status = td_verify_create(BENCH_READER_DEPTH, config->block_bytes, &r->verify);
+        status =
+            td_verify_create(BENCH_READER_DEPTH * r->slices_max, config->block_bytes, &r->verify);
     }
     if (status != TD_OK) {
         bench_reader_destroy(r);
@@ -89,6 +103,7 @@ void bench_reader_destroy(bench_reader_t *r)
         td_free(r->slots[i].pieces);
         td_free(r->slots[i].checksums);
         td_free(r->slots[i].hashes);
+        td_free(r->slots[i].slices);
     }
     td_free(r);
 }
@@ -116,14 +131,42 @@ static void fail(bench_reader_t *r, td_status_t status)
 
 static void on_fetched(td_fetch_t *fetch)
 {
-    slot_t *s = fetch->ctx;
-    TD_ASSERT(td_ring_push(s->reader->inbox, s) == TD_OK);
+    slice_t *slice = fetch->ctx;
+    TD_ASSERT(td_ring_push(slice->slot->reader->inbox, slice) == TD_OK);
 }
 
 static void on_hashed(td_verify_job_t *verify)
 {
-    slot_t *s = verify->ctx;
-    TD_ASSERT(td_ring_push(s->reader->inbox, s) == TD_OK);
+    slice_t *slice = verify->ctx;
+    TD_ASSERT(td_ring_push(slice->slot->reader->inbox, slice) == TD_OK);
+}
+
+static void slice_end(slice_t *slice, td_status_t status)
+{
+    slot_t *s = slice->slot;
+
+    s->left -= slice->fetch.piece_count;
+    s->used = s->left > 0;
+    s->reader->done += slice->fetch.piece_count;
+    fail(s->reader, status);
+}
+
+static void fetch_slice(slot_t *s, uint32_t first)
+{
+    slice_t *slice = &s->slices[first / s->reader->slice_blocks];
+    td_status_t status = TD_OK;
+
+    *slice = (slice_t){.slot = s};
+    slice->fetch = (td_fetch_t){.peer = s->reader->config.segment,
+                                .deadline_ns = td_now_ns() + READ_LIMIT_NS,
+                                .complete = on_fetched,
+                                .ctx = slice,
+                                .pieces = s->pieces + first,
+                                .piece_count = TD_MIN(s->reader->slice_blocks, s->count - first)};
+    status = td_transfer_fetch(s->reader->config.transfer, &slice->fetch);
+    if (status != TD_OK) {
+        slice_end(slice, status);
+    }
 }
 
 static void on_found(void *ctx, uint64_t tag, td_status_t status,
@@ -143,28 +186,36 @@ static void on_found(void *ctx, uint64_t tag, td_status_t status,
         s->pieces[i].epoch = found->epochs[i];
         s->checksums[i] = found->checksums[i];
     }
-    s->fetched = false;
-    s->fetch = (td_fetch_t){.peer = r->config.segment,
-                            .deadline_ns = td_now_ns() + READ_LIMIT_NS,
-                            .complete = on_fetched,
-                            .ctx = s,
-                            .pieces = s->pieces,
-                            .piece_count = s->count};
-    status = td_transfer_fetch(r->config.transfer, &s->fetch);
-    if (status != TD_OK) {
-        s->used = false;
-        fail(r, status);
+    s->left = s->count;
+    for (uint32_t first = 0; first < s->count; first += r->slice_blocks) {
+        fetch_slice(s, first);
     }
 }
 
-static td_status_t compare(const slot_t *s)
+static td_status_t compare(const slice_t *slice)
 {
-    for (uint32_t i = 0; i < s->count; i++) {
+    const slot_t *s = slice->slot;
+    const uint32_t first = (uint32_t)(slice->fetch.pieces - s->pieces);
+
+    for (uint32_t i = first; i < first + slice->fetch.piece_count; i++) {
         if (td_block_checksum(s->hashes[i], &s->keys[i], s->pieces[i].epoch) != s->checksums[i]) {
             return TD_ERR_CORRUPT;
         }
     }
     return TD_OK;
+}
+
+static void hash_slice(bench_reader_t *r, slice_t *slice)
+{
+    const slot_t *s = slice->slot;
+
+    slice->fetched = true;
+    slice->verify = (td_verify_job_t){.pieces = slice->fetch.pieces,
+                                      .piece_count = slice->fetch.piece_count,
+                                      .hashes = s->hashes + (slice->fetch.pieces - s->pieces),
+                                      .complete = on_hashed,
+                                      .ctx = slice};
+    td_verify_submit(r->verify, &slice->verify);
 }
 
 static void take_completed(bench_reader_t *r)
@@ -173,20 +224,12 @@ static void take_completed(bench_reader_t *r)
 
     td_ring_drain_fd(r->inbox);
     while (td_ring_pop(r->inbox, &item)) {
-        slot_t *s = item;
-        if (!s->fetched && s->fetch.status == TD_OK) {
-            s->fetched = true;
-            s->verify = (td_verify_job_t){.pieces = s->pieces,
-                                          .piece_count = s->count,
-                                          .hashes = s->hashes,
-                                          .complete = on_hashed,
-                                          .ctx = s};
-            td_verify_submit(r->verify, &s->verify);
-            continue;
+        slice_t *slice = item;
+        if (!slice->fetched && slice->fetch.status == TD_OK) {
+            hash_slice(r, slice);
+        } else {
+            slice_end(slice, slice->fetched ? compare(slice) : slice->fetch.status);
         }
-        s->used = false;
-        r->done += s->count;
-        fail(r, s->fetched ? compare(s) : s->fetch.status);
     }
 }
 

@@ -1,6 +1,6 @@
-/* bench_reader.h - reading blocks of the store as a node does: in batches that are looked up,
- * fetched, and hashed by a thread of their own, some at a time, so that while one is hashed the
- * next is fetched. Threads: one uses it. */
+/* bench_reader.h - reading blocks of the store as a node does: in batches that are looked up, and
+ * then fetched and hashed by a thread of their own in slices (TD_NODE_FETCH_BYTES), so that while
+ * one is hashed the next is fetched. Some batches at a time. Threads: one uses it. */
 #pragma once
 
 #include <stdbool.h>
@@ -10,15 +10,15 @@
 #include "common/transfer/td_transfer.h"
 #include "kvstore/kvs_client.h"
 
-#define BENCH_READER_DEPTH 3u /* batches at a time */
+#define BENCH_READER_DEPTH 2u /* batches at a time */
 
 typedef struct bench_reader bench_reader_t;
 
 typedef struct bench_reader_config {
-    kvs_client_t *client;     /* borrowed */
-    td_transfer_t *transfer;  /* borrowed; to be destroyed before the reader is */
-    uint64_t segment;         /* incarnation of whom all blocks are read from */
-    uint32_t batch;           /* blocks */
+    kvs_client_t *client;    /* borrowed */
+    td_transfer_t *transfer; /* borrowed; to be destroyed before the reader is */
+    uint64_t segment;        /* incarnation of whom all blocks are read from */
+    uint32_t batch;          /* blocks */
     size_t block_bytes;
     uint8_t *into; /* borrowed: transfer memory of BENCH_READER_DEPTH * batch blocks */
 } bench_reader_config_t;

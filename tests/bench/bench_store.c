@@ -61,7 +61,7 @@ static void print_help(void)
                "\n"
                "Starts a store (master and segment, one process) and measures, as a node: putting\n"
                "distinct blocks in batches until each is readable there, reading them (look up,\n"
-               "fetch, checksum; three batches at a time), and looking up keys in batches of 512, "
+               "fetch, checksum; two batches at a time), and looking up keys in batches of 512, "
                "eight at a time.\n"
                "Each figure is the best of the repeats. Then, with processes of their own, how\n"
                "long a new leader takes until it knows 100,000 blocks (the median).\n"
