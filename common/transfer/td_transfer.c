@@ -20,9 +20,9 @@
 #define AM_ASK 1u
 #define AM_ANSWER 2u
 #define COMMANDS_MAX 16384u
-#define ANSWERS_IN_FLIGHT_MAX 8u /* staging buffers */
-#define ANSWERS_OF_PEER_MAX 2u   /* of those: a frozen asker must not hold up the others */
-#define JOBS_MAX 4096u           /* asks waiting for a staging buffer */
+#define ANSWERS_IN_FLIGHT_MAX 16u /* staging buffers */
+#define ANSWERS_OF_PEER_MAX 4u    /* of those: a frozen asker must not hold up the others */
+#define JOBS_MAX 4096u            /* asks waiting for a staging buffer */
 #define SHM_BYTES_PER_TURN (8u << 20)
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14; older headers lack it */
@@ -54,8 +54,8 @@ typedef struct ask_piece {
 typedef struct answer_header {
     uint64_t fetch_id;
     uint64_t owner;
-    uint32_t piece_first;
-    uint32_t piece_count;
+    uint32_t piece; /* the bytes go on from here: a piece, and how far into it */
+    uint32_t piece_offset;
     int32_t status;
     uint32_t reserved;
 } answer_header_t;
@@ -85,6 +85,7 @@ typedef struct job { /* an ask being answered */
     uint64_t fetch_id;
     uint32_t piece_count;
     uint32_t next_piece;
+    uint32_t next_offset; /* in it */
     struct job *next;
     ask_piece_t pieces[];
 } job_t;
@@ -92,7 +93,7 @@ typedef struct job { /* an ask being answered */
 typedef struct staging { /* one answer in flight */
     answer_header_t header;
     uint64_t asker;
-    uint8_t *bytes; /* owned; [staging_bytes] */
+    uint8_t *bytes; /* owned; [TD_TRANSFER_GATHER_BYTES] */
     bool busy;
 } staging_t;
 
@@ -123,7 +124,6 @@ struct td_transfer {
     uint8_t *memory;
     uint32_t block_count;
     size_t block_bytes;
-    size_t staging_bytes;
     ucp_address_t *address;
     size_t address_len;
     void *rkey;
@@ -259,9 +259,8 @@ static td_status_t set_handler(td_transfer_t *t, unsigned id, ucp_am_recv_callba
 
 static td_status_t alloc_staging(td_transfer_t *t)
 {
-    t->staging_bytes = TD_MAX((size_t)TD_TRANSFER_GATHER_BYTES, t->block_bytes);
     for (uint32_t i = 0; i < ANSWERS_IN_FLIGHT_MAX; i++) {
-        t->staging[i].bytes = td_alloc(t->staging_bytes);
+        t->staging[i].bytes = td_alloc(TD_TRANSFER_GATHER_BYTES);
         if (t->staging[i].bytes == NULL) {
             return TD_ERR_NO_MEMORY;
         }
@@ -463,6 +462,7 @@ td_status_t td_transfer_fetch(td_transfer_t *t, td_fetch_t *fetch)
     fetch->carrier = TD_CARRIER_NONE;
     fetch->bytes = 0;
     fetch->next_piece = 0;
+    fetch->next_offset = 0;
     fetch->asked = false;
     fetch->next = NULL;
     return push_simple(t, CMD_FETCH, fetch->id, fetch);
@@ -803,6 +803,16 @@ static td_fetch_t **fetch_link(td_transfer_t *t, uint64_t id)
     return NULL;
 }
 
+/* So many bytes further, of a piece of piece_bytes. */
+static void step_piece(uint32_t *piece, uint32_t *offset, uint32_t bytes, uint32_t piece_bytes)
+{
+    *offset += bytes;
+    if (*offset == piece_bytes) {
+        *offset = 0;
+        ++*piece;
+    }
+}
+
 /* Copies an answer into the blocks; only for a fetch that is still under way. */
 static ucs_status_t on_answer(void *arg, const void *header, size_t header_len, void *data,
                               size_t len, const ucp_am_recv_param_t *param)
@@ -826,25 +836,23 @@ static ucs_status_t on_answer(void *arg, const void *header, size_t header_len, 
         fetch_end(t, link, h.status == TD_ERR_BUSY ? TD_ERR_BUSY : TD_ERR_STALE);
         return UCS_OK;
     }
-    if (h.piece_first != fetch->next_piece ||
-        h.piece_count > fetch->piece_count - fetch->next_piece || h.piece_count == 0) {
+    if (h.piece != fetch->next_piece || h.piece_offset != fetch->next_offset || len == 0) {
         fetch_end(t, link, TD_ERR_PROTOCOL);
         return UCS_OK;
     }
-    for (uint32_t i = 0; i < h.piece_count; i++) {
+    while (len > 0 && fetch->next_piece < fetch->piece_count) {
         const td_fetch_piece_t *p = &fetch->pieces[fetch->next_piece];
-        if (p->bytes > len) {
-            fetch_end(t, link, TD_ERR_PROTOCOL);
-            return UCS_OK;
-        }
-        memcpy(p->dest, at, p->bytes);
-        at += p->bytes;
-        len -= p->bytes;
-        fetch->bytes += p->bytes;
-        fetch->next_piece++;
+        const uint32_t bytes = (uint32_t)TD_MIN(len, (size_t)p->bytes - fetch->next_offset);
+        memcpy(p->dest + fetch->next_offset, at, bytes);
+        at += bytes;
+        len -= bytes;
+        fetch->bytes += bytes;
+        step_piece(&fetch->next_piece, &fetch->next_offset, bytes, p->bytes);
     }
     TD_FAULT_POINT("transfer_piece");
-    if (fetch->next_piece == fetch->piece_count) {
+    if (len > 0) {
+        fetch_end(t, link, TD_ERR_PROTOCOL);
+    } else if (fetch->next_piece == fetch->piece_count) {
         fetch_end(t, link, TD_OK);
     }
     return UCS_OK;
@@ -913,33 +921,34 @@ void AnnotateIgnoreReadsEnd(const char *file, int line);
 #define ORDERED_ELSEWHERE_END() ((void)0)
 #endif
 
-/* Gathers the next pieces into a buffer. The epoch is checked before and after the copy, so bytes
- * of another allocation do not leave even when the block changed hands meanwhile; what comes later
- * still is caught by the reader's checksum. */
+/* Gathers what comes next into a buffer, the end of one piece and the beginning of another if need
+ * be. The epoch is checked before and after the copy, so bytes of another allocation do not leave
+ * even when the block changed hands meanwhile; what comes later still is caught by the reader's
+ * checksum. */
 static td_status_t gather(const td_transfer_t *t, job_t *job, staging_t *staging, size_t *len_out)
 {
     size_t len = 0;
 
-    staging->header.piece_first = job->next_piece;
-    while (job->next_piece < job->piece_count) {
+    staging->header.piece = job->next_piece;
+    staging->header.piece_offset = job->next_offset;
+    while (job->next_piece < job->piece_count && len < TD_TRANSFER_GATHER_BYTES) {
         const ask_piece_t *p = &job->pieces[job->next_piece];
+        uint32_t bytes = 0;
         if (!piece_is_live(t, p)) {
             return TD_ERR_STALE;
         }
-        if (len + p->bytes > t->staging_bytes) {
-            break;
-        }
+        bytes =
+            (uint32_t)TD_MIN(TD_TRANSFER_GATHER_BYTES - len, (size_t)p->bytes - job->next_offset);
         ORDERED_ELSEWHERE_BEGIN();
-        memcpy(staging->bytes + len, t->memory + (size_t)p->block * t->block_bytes + p->offset,
-               p->bytes);
+        memcpy(staging->bytes + len,
+               t->memory + (size_t)p->block * t->block_bytes + p->offset + job->next_offset, bytes);
         ORDERED_ELSEWHERE_END();
         if (!piece_is_live(t, p)) {
             return TD_ERR_STALE;
         }
-        len += p->bytes;
-        job->next_piece++;
+        len += bytes;
+        step_piece(&job->next_piece, &job->next_offset, bytes, p->bytes);
     }
-    staging->header.piece_count = job->next_piece - staging->header.piece_first;
     *len_out = len;
     return TD_OK;
 }

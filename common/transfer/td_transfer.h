@@ -25,7 +25,9 @@
     1024u /* of them from one peer: a silent one leaves the others room */
 #define TD_TRANSFER_PIECES_MAX 65536u /* pieces of one fetch */
 #define TD_TRANSFER_DEADLINE_MS 2000u
-#define TD_TRANSFER_GATHER_BYTES (512u * 1024u) /* one reply message; at least one piece */
+/* One answer. With its headers it fits into a segment of UCX (256 KiB), so it is handed to us where
+ * it was received; longer messages are put together in memory of their own first. */
+#define TD_TRANSFER_GATHER_BYTES (252u * 1024u)
 
 typedef enum td_carrier { TD_CARRIER_NONE = 0, TD_CARRIER_SHM, TD_CARRIER_TCP } td_carrier_t;
 const char *td_carrier_name(td_carrier_t carrier);
@@ -101,8 +103,9 @@ struct td_fetch {
     td_carrier_t carrier;
     uint64_t bytes;
     /* the transfer's own */
-    uint32_t next_piece; /* shm: next to copy; tcp: pieces received */
-    bool asked;          /* tcp: the request has been sent */
+    uint32_t next_piece;  /* shm: next to copy; tcp: pieces received */
+    uint32_t next_offset; /* tcp: and bytes of the next one */
+    bool asked;           /* tcp: the request has been sent */
     struct td_fetch *next;
 };
 

@@ -14,6 +14,7 @@
 
 #define BLOCKS 64u
 #define BLOCK_BYTES (96u * 1024u)
+#define BIG_BYTES (2u * TD_TRANSFER_GATHER_BYTES + 777u)
 
 /* Two ends in one process: each has its own UCX context, worker, thread and memory. */
 typedef struct ends {
@@ -44,19 +45,20 @@ static void wait_done(int count)
     pthread_mutex_unlock(&done_mutex);
 }
 
-static void add_peer(td_transfer_t *to, const td_transfer_t *of, uint64_t incarnation)
+static void add_peer(td_transfer_t *to, const td_transfer_t *of, uint64_t incarnation,
+                     uint32_t block_bytes)
 {
     td_transfer_peer_t peer = {
-        .incarnation = incarnation, .block_count = BLOCKS, .block_bytes = BLOCK_BYTES};
+        .incarnation = incarnation, .block_count = BLOCKS, .block_bytes = block_bytes};
     td_transfer_address(of, &peer.address, &peer.address_len, &peer.rkey, &peer.rkey_len,
                         &peer.base);
     assert_int_equal(td_transfer_peer_add(to, &peer), TD_OK);
 }
 
-static int setup_with(void **state, const char *tls)
+static int setup_with(void **state, const char *tls, uint32_t block_bytes)
 {
     ends_t *ends = test_calloc(1, sizeof(*ends));
-    td_transfer_config_t config = {.block_count = BLOCKS, .block_bytes = BLOCK_BYTES};
+    td_transfer_config_t config = {.block_count = BLOCKS, .block_bytes = block_bytes};
 
     setenv("UCX_TLS", tls, 1);
     config.incarnation = 11;
@@ -64,14 +66,14 @@ static int setup_with(void **state, const char *tls)
     config.incarnation = 22;
     assert_int_equal(td_transfer_create(&config, &ends->reader), TD_OK);
     assert_int_equal(
-        td_pool_create(td_transfer_memory(ends->owner), BLOCKS, BLOCK_BYTES, &ends->owner_pool),
+        td_pool_create(td_transfer_memory(ends->owner), BLOCKS, block_bytes, &ends->owner_pool),
         TD_OK);
     td_transfer_set_pool(ends->owner, ends->owner_pool);
     for (uint32_t i = 0; i < BLOCKS; i++) {
-        memset(td_pool_bytes(ends->owner_pool, i), (int)i + 1, BLOCK_BYTES);
+        memset(td_pool_bytes(ends->owner_pool, i), (int)i + 1, block_bytes);
     }
-    add_peer(ends->reader, ends->owner, 11);
-    add_peer(ends->owner, ends->reader, 22);
+    add_peer(ends->reader, ends->owner, 11, block_bytes);
+    add_peer(ends->owner, ends->reader, 22, block_bytes);
     done_count = 0;
     *state = ends;
     return 0;
@@ -79,12 +81,17 @@ static int setup_with(void **state, const char *tls)
 
 static int setup_shm(void **state)
 {
-    return setup_with(state, "tcp,posix,sysv");
+    return setup_with(state, "tcp,posix,sysv", BLOCK_BYTES);
 }
 
 static int setup_tcp(void **state)
 {
-    return setup_with(state, "tcp");
+    return setup_with(state, "tcp", BLOCK_BYTES);
+}
+
+static int setup_tcp_big(void **state)
+{
+    return setup_with(state, "tcp", BIG_BYTES);
 }
 
 static int teardown(void **state)
@@ -139,6 +146,37 @@ static void test_fetch_brings_scattered_blocks_by_shm(void **state)
 static void test_fetch_brings_scattered_blocks_by_tcp(void **state)
 {
     check_all_blocks(*state, TD_CARRIER_TCP);
+}
+
+/* Pieces longer and shorter than an answer, at odd places: answers begin and end inside them. */
+static void test_fetch_of_big_and_small_pieces_by_tcp(void **state)
+{
+    ends_t *ends = *state;
+    td_fetch_piece_t pieces[BLOCKS];
+    td_fetch_t fetch = fetch_of(pieces, BLOCKS);
+    uint8_t *mine = td_transfer_memory(ends->reader);
+    uint64_t sum = 0;
+
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        uint8_t *bytes = td_pool_bytes(ends->owner_pool, i);
+        pieces[i] = (td_fetch_piece_t){.epoch = td_pool_epoch(ends->owner_pool, i),
+                                       .block = i,
+                                       .offset = 13 * i,
+                                       .bytes = i % 3 == 1 ? 1 + i : BIG_BYTES - 13 * i - i % 5,
+                                       .dest = mine + (size_t)i * BIG_BYTES};
+        for (uint32_t at = 0; at < BIG_BYTES; at++) {
+            bytes[at] = (uint8_t)(at * 7 + (at >> 10) + i);
+        }
+        sum += pieces[i].bytes;
+    }
+    assert_int_equal(td_transfer_fetch(ends->reader, &fetch), TD_OK);
+    wait_done(1);
+    assert_int_equal(fetch.status, TD_OK);
+    assert_int_equal(fetch.bytes, sum);
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        assert_memory_equal(pieces[i].dest, td_pool_bytes(ends->owner_pool, i) + pieces[i].offset,
+                            pieces[i].bytes);
+    }
 }
 
 static void test_f6_fetch_of_a_reused_block_is_stale(void **state)
@@ -251,6 +289,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_fetch_brings_scattered_blocks_by_shm, setup_shm,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_fetch_brings_scattered_blocks_by_tcp, setup_tcp,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_fetch_of_big_and_small_pieces_by_tcp, setup_tcp_big,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_f6_fetch_of_a_reused_block_is_stale, setup_tcp,
                                         teardown),
