@@ -13,6 +13,7 @@ endif
 AVX2_FLAGS += $(KERNEL_SAN)
 AVX512_FLAGS := $(AVX2_FLAGS) -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
 CFLAGS_common_model_cpu_td_cpu_portable := $(KERNEL_SAN)
+CFLAGS_common_kv_td_hash_avx2 := -O3 -mavx2
 CFLAGS_common_model_cpu_td_cpu_avx2 := $(AVX2_FLAGS)
 CFLAGS_common_model_cpu_td_cpu_avx2_attention := $(AVX2_FLAGS)
 CFLAGS_common_model_cpu_td_cpu_avx2_rows := $(AVX2_FLAGS)

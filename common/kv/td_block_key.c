@@ -8,6 +8,7 @@
 #include <xxhash.h>
 
 #include "common/base/td_base.h"
+#include "common/kv/td_hash_avx2.h"
 #include "common/base/td_log.h"
 
 #define SECRET_FILE_BYTES_MIN 32
@@ -153,6 +154,11 @@ void td_block_probe_key_without_model(const uint8_t secret[TD_CLUSTER_SECRET_BYT
 
 uint64_t td_block_content_hash(const void *bytes, size_t len)
 {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) {
+        return td_hash_avx2(bytes, len);
+    }
+#endif
     return XXH3_64bits(bytes, len);
 }
 

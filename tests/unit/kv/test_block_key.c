@@ -6,9 +6,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <xxhash.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "common/base/td_base.h"
 #include "common/kv/td_block_key.h"
 
 #define GOLDEN_ROOT "f26277de85c9159a8b5e2895c67f414f6d54dd14392cbed9a08f9fd0091a8dd5"
@@ -128,6 +130,21 @@ static void test_i3_checksum_is_bound_to_key_and_epoch(void **state)
     assert_int_equal(td_block_checksum(hash, &a, 1), td_block_checksum(hash, &a, 1));
 }
 
+/* Blocks are compared across machines: whatever instructions a CPU has, the hash is XXH3's. */
+static void test_content_hash_is_xxh3_of_any_length(void **state)
+{
+    static uint8_t bytes[70000];
+    (void)state;
+
+    for (uint32_t i = 0; i < sizeof(bytes); i++) {
+        bytes[i] = (uint8_t)(i * 2654435761u >> 13);
+    }
+    for (size_t len = 0; len < sizeof(bytes); len += 1 + len / 7) {
+        assert_int_equal(td_block_content_hash(bytes + len % 64, len - TD_MIN(len, len % 64)),
+                         XXH3_64bits(bytes + len % 64, len - TD_MIN(len, len % 64)));
+    }
+}
+
 static void test_secret_file_must_be_private_and_long_enough(void **state)
 {
     char path[] = "build/secret-test-XXXXXX";
@@ -151,6 +168,7 @@ static void test_secret_file_must_be_private_and_long_enough(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_content_hash_is_xxh3_of_any_length),
         cmocka_unit_test(test_f12_block_keys_are_the_same_in_every_process),
         cmocka_unit_test(test_i8_salts_never_share_a_block),
         cmocka_unit_test(test_block_key_chains_over_its_parent),
