@@ -369,11 +369,18 @@ static uint64_t mix(uint64_t x)
     return x ^ (x >> 31);
 }
 
-static uint64_t noise_key(const td_sampling_t *params, uint32_t position)
+/* What a position's noise is for. Streams of different purposes are independent. */
+#define NOISE_TOKEN 0u   /* the token itself */
+#define NOISE_JUDGE 1u   /* whether a draft is accepted */
+#define NOISE_RESIDUE 2u /* the token in place of one that was not */
+#define NOISE_DRAFT 3u   /* drafts: a stream for each place that drafting began at, above this */
+
+static uint64_t noise_key(const td_sampling_t *params, uint32_t position, uint64_t purpose)
 {
     uint64_t key = mix(params->seed + 0x9e3779b97f4a7c15u);
 
     key = mix(key ^ ((uint64_t)params->choice << 32 | position));
+    key = purpose == NOISE_TOKEN ? key : mix(key + purpose * 0xd1342543de82ef95u);
     return mix(key + 0x2545f4914f6cdd1du);
 }
 
@@ -383,12 +390,15 @@ static uint64_t noise_bits(uint64_t key, uint32_t id)
     return mix(key + ((uint64_t)id + 1) * 0x9e3779b97f4a7c15u);
 }
 
-/* u in (0, 1) with 52 bits, never 0 or 1. */
+/* In (0, 1) with 52 bits, never 0 or 1. */
+static double unit(uint64_t bits)
+{
+    return ((double)(bits >> 12) + 0.5) * 0x1p-52;
+}
+
 static double gumbel(uint64_t bits)
 {
-    double u = ((double)(bits >> 12) + 0.5) * 0x1p-52;
-
-    return -td_sampler_log(-td_sampler_log(u));
+    return -td_sampler_log(-td_sampler_log(unit(bits)));
 }
 
 /* No less than gumbel(bits): -log(u) >= 1 - u, and 1 - u > 2^-(n + 1) where u starts with n ones.
@@ -400,10 +410,10 @@ static double gumbel_bound(uint64_t bits)
     return (double)(__builtin_clzll(zeros) + 1) * LN2 + 1e-9;
 }
 
+/* Of the entries that the filters keep; max_id is one of them. */
 static uint32_t gumbel_argmax(const td_sampler_t *sampler, uint32_t max_id, uint64_t threshold,
-                              uint32_t position)
+                              double floor, uint64_t key)
 {
-    uint64_t key = noise_key(&sampler->params, position);
     uint32_t best = max_id;
     double best_score = (double)sampler->work[max_id] + gumbel(noise_bits(key, max_id));
 
@@ -413,7 +423,7 @@ static uint32_t gumbel_argmax(const td_sampler_t *sampler, uint32_t max_id, uint
         double score = 0;
         /* Few can pass the best so far, so few need logarithms. */
         if (value + gumbel_bound(bits) < best_score || i == max_id ||
-            order_key(sampler->work[i], i) < threshold || value < sampler->log_min_p) {
+            order_key(sampler->work[i], i) < threshold || value < floor) {
             continue;
         }
         score = value + gumbel(bits);
@@ -425,19 +435,24 @@ static uint32_t gumbel_argmax(const td_sampler_t *sampler, uint32_t max_id, uint
     return best;
 }
 
-td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits, uint32_t position,
-                            const uint32_t *banned, uint32_t banned_count, bool want_logprob,
-                            uint32_t top_logprobs, td_sampled_t *out)
+/* --- drawing -------------------------------------------------------------------------------------
+ */
+
+/* The scores of one row: work holds (logit - max) / temperature, or logits at temperature 0. */
+typedef struct scores {
+    uint32_t max_id;    /* the best token */
+    uint64_t threshold; /* order keys below it are filtered out */
+    float row_max;      /* of the logits as they came */
+} scores_t;
+
+static td_status_t make_scores(td_sampler_t *sampler, const float *logits, const uint32_t *banned,
+                               uint32_t banned_count, scores_t *out)
 {
     const uint32_t count = sampler->vocab_size;
     const float temperature = sampler->params.temperature;
-    td_sampled_t result = {0};
-    uint32_t max_id = 0;
-    float max = 0;
     float work_max = 0;
 
-    TD_ASSERT(top_logprobs <= TD_TOP_LOGPROBS_MAX);
-    TD_TRY(row_max(logits, count, &max));
+    TD_TRY(row_max(logits, count, &out->row_max));
     memcpy(sampler->work, logits, count * sizeof(*logits));
     apply_bias_and_penalties(sampler);
     for (uint32_t i = 0; i < banned_count; i++) {
@@ -445,27 +460,127 @@ td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits, uint32_t
             sampler->work[banned[i]] = -INFINITY;
         }
     }
-    max_id = argmax(sampler->work, count);
-    work_max = sampler->work[max_id];
+    out->max_id = argmax(sampler->work, count);
+    work_max = sampler->work[out->max_id];
     if (work_max == -INFINITY) {
         TD_LOG_ERROR("no token may be picked", "vocab_size=%u banned=%u", count, banned_count);
         return TD_ERR_INVALID;
     }
-    result.token = max_id;
     if (temperature > 0) {
         for (uint32_t i = 0; i < count; i++) {
             /* Subtracting first keeps a tiny temperature from overflowing. */
             sampler->work[i] = (sampler->work[i] - work_max) / temperature;
         }
-        result.token = gumbel_argmax(sampler, max_id, filter_threshold(sampler), position);
+        out->threshold = filter_threshold(sampler);
     }
+    return TD_OK;
+}
+
+static uint32_t draw(const td_sampler_t *sampler, const scores_t *scores, uint32_t position,
+                     uint64_t purpose)
+{
+    return sampler->params.temperature > 0
+               ? gumbel_argmax(sampler, scores->max_id, scores->threshold, sampler->log_min_p,
+                               noise_key(&sampler->params, position, purpose))
+               : scores->max_id;
+}
+
+td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits, uint32_t position,
+                            const uint32_t *banned, uint32_t banned_count, bool want_logprob,
+                            uint32_t top_logprobs, td_sampled_t *out)
+{
+    td_sampled_t result = {0};
+    scores_t scores = {0};
+
+    TD_ASSERT(top_logprobs <= TD_TOP_LOGPROBS_MAX);
+    TD_TRY(make_scores(sampler, logits, banned, banned_count, &scores));
+    result.token = draw(sampler, &scores, position, NOISE_TOKEN);
     if (want_logprob || top_logprobs > 0) {
-        fill_logprobs(logits, count, max, top_logprobs, &result);
+        fill_logprobs(logits, sampler->vocab_size, scores.row_max, top_logprobs, &result);
     }
     *out = result;
     return TD_OK;
 }
 
+/* --- the rejection rule --------------------------------------------------------------------------
+ */
+
+/* Turns scores into what each token is drawn with: work holds probabilities afterwards. */
+static void make_probabilities(td_sampler_t *sampler, const scores_t *scores)
+{
+    float *work = sampler->work;
+    double sum = 0;
+
+    for (uint32_t i = 0; i < sampler->vocab_size; i++) {
+        const bool kept = sampler->params.temperature > 0
+                              ? order_key(work[i], i) >= scores->threshold &&
+                                    (double)work[i] >= sampler->log_min_p
+                              : i == scores->max_id;
+        const double weight = !kept                             ? 0
+                              : sampler->params.temperature > 0 ? td_sampler_exp((double)work[i])
+                                                                : 1;
+        work[i] = (float)weight;
+        sum += weight;
+    }
+    for (uint32_t i = 0; i < sampler->vocab_size; i++) {
+        work[i] = (float)((double)work[i] / sum);
+    }
+}
+
+td_status_t td_sampler_draft(td_sampler_t *sampler, const float *logits, uint32_t position,
+                             uint32_t first, const uint32_t *banned, uint32_t banned_count,
+                             uint32_t *token_out, float *chances_out)
+{
+    scores_t scores = {0};
+
+    TD_TRY(make_scores(sampler, logits, banned, banned_count, &scores));
+    *token_out = draw(sampler, &scores, position, NOISE_DRAFT + (uint64_t)first);
+    make_probabilities(sampler, &scores);
+    memcpy(chances_out, sampler->work, sampler->vocab_size * sizeof(*chances_out));
+    return TD_OK;
+}
+
+/* work holds p: what of it the draft's q leaves is drawn from, by any noise of its own. */
+static uint32_t draw_residue(td_sampler_t *sampler, uint32_t draft, const float *chances,
+                             uint64_t key)
+{
+    float *work = sampler->work;
+    uint32_t best = 0;
+
+    for (uint32_t i = 0; i < sampler->vocab_size; i++) {
+        const float q = chances != NULL ? chances[i] : i == draft ? 1.0f : 0.0f;
+        work[i] = work[i] > q ? (float)td_sampler_log((double)work[i] - (double)q) : -INFINITY;
+        best = work[i] > work[best] ? i : best;
+    }
+    if (work[best] == -INFINITY) {
+        return draft; /* p is q but for rounding: the draft is as good a draw as any */
+    }
+    return gumbel_argmax(sampler, best, order_key(-INFINITY, 0) + 1, -INFINITY, key);
+}
+
+td_status_t td_sampler_judge(td_sampler_t *sampler, const float *logits, uint32_t position,
+                             const uint32_t *banned, uint32_t banned_count, bool want_logprob,
+                             uint32_t top_logprobs, uint32_t draft, const float *chances,
+                             td_sampled_t *out)
+{
+    const double u = unit(noise_bits(noise_key(&sampler->params, position, NOISE_JUDGE), 0));
+    const uint64_t residue_key = noise_key(&sampler->params, position, NOISE_RESIDUE);
+    td_sampled_t result = {0};
+    scores_t scores = {0};
+
+    TD_ASSERT(top_logprobs <= TD_TOP_LOGPROBS_MAX && draft < sampler->vocab_size);
+    TD_TRY(make_scores(sampler, logits, banned, banned_count, &scores));
+    make_probabilities(sampler, &scores);
+    result.token = draft;
+    if (u * (chances != NULL ? (double)chances[draft] : 1.0) >= (double)sampler->work[draft]) {
+        result.token = draw_residue(sampler, draft, chances, residue_key);
+    }
+    if (want_logprob || top_logprobs > 0) {
+        fill_logprobs(logits, sampler->vocab_size, scores.row_max, top_logprobs, &result);
+    }
+    *out = result;
+    return TD_OK;
+}
 td_status_t td_logprobs_of(const float *logits, uint32_t vocab_size, uint32_t top_logprobs,
                            td_sampled_t *out)
 {

@@ -2,8 +2,8 @@
  * token = argmax over the kept entries of (logit / temperature + Gumbel(seed, choice, position,
  * id)), which draws exactly from the filtered distribution; the noise is counter-based, so it
  * depends on nothing else (I1). Order of steps: logit_bias, penalties, temperature, top_k, top_p,
- * min_p. Source: design, section 6 (Gumbel-max trick). Threads: owner. No allocation in pick and
- * accept. Never sorts the vocabulary. */
+ * min_p. Source: design, section 6 (Gumbel-max trick). Threads: owner. No allocation after create.
+ * Never sorts the vocabulary. */
 #pragma once
 
 #include <stdbool.h>
@@ -66,6 +66,25 @@ TD_MUST_CHECK td_status_t td_sampler_pick(td_sampler_t *sampler, const float *lo
                                           uint32_t position, const uint32_t *banned,
                                           uint32_t banned_count, bool want_logprob,
                                           uint32_t top_logprobs, td_sampled_t *out);
+/** The rejection rule: judges a draft for a position, and draws what comes in its place where it is
+ * not accepted. Accepted with probability min(1, p / q), else from the normalised max(0, p - q); so
+ * the token's distribution is p, that of td_sampler_pick(), but not its very choice.
+ * Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, 2.3.
+ * Shape:  chances [vocab_size]: what the draft was drawn with (td_sampler_draft()); NULL: it was
+ * not drawn, so q is 1. Everything else, and errors, as td_sampler_pick(). */
+TD_MUST_CHECK td_status_t td_sampler_judge(td_sampler_t *sampler, const float *logits,
+                                           uint32_t position, const uint32_t *banned,
+                                           uint32_t banned_count, bool want_logprob,
+                                           uint32_t top_logprobs, uint32_t draft,
+                                           const float *chances, td_sampled_t *out);
+/** Draws a draft from a drafter's logits, for td_sampler_judge(): with noise that the judging does
+ * not share, nor other drafts for the same position. Whether it is used may depend on the chances,
+ * never on the token. first: the position of the first draft that is made together with it. Shape:
+ * chances_out [vocab_size]: probabilities. Errors: as td_sampler_pick(). */
+TD_MUST_CHECK td_status_t td_sampler_draft(td_sampler_t *sampler, const float *logits,
+                                           uint32_t position, uint32_t first,
+                                           const uint32_t *banned, uint32_t banned_count,
+                                           uint32_t *token_out, float *chances_out);
 /** Records a token as generated (for the penalties). */
 void td_sampler_accept(td_sampler_t *sampler, uint32_t token);
 /** Log-probability data of a given token (a prompt's own, for echo): out->token is set by the
