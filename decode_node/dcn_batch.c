@@ -36,6 +36,7 @@ static td_status_t init_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
         return TD_ERR_NO_MEMORY;
     }
     td_node_sampling(w, index, bias, &params);
+    params.judge_seed = w->draft_rule == TD_DRAFT_RULE_REJECTION ? td_random_u64() : 0;
     TD_TRY(dcn_speculate_open(d, c));
     return td_sampler_create(&params, d->node.info->vocab_size, w->prompt, w->prompt_tokens,
                              &c->sampler);
@@ -122,6 +123,26 @@ void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
 /* --- the worker's thread ------------------------------------------------------------------------
  */
 
+/* The token behind row i of those that sample. */
+static td_status_t draw_one(const dcn_node_t *d, const dcn_part_t *part, uint32_t i,
+                            const float *row)
+{
+    dcn_choice_t *c = part->choice;
+    const td_msg_work_t *w = &c->ticket->work;
+    const uint32_t at = c->token_count + i;
+    const uint32_t banned = at < w->min_tokens ? d->node.stop_count : 0;
+    const uint32_t tops = w->want_logprobs ? w->top_logprobs : 0;
+
+    if (w->draft_rule == TD_DRAFT_RULE_REJECTION && i < part->drafts) {
+        const float *chances =
+            part->job == NULL ? NULL : part->job->chances + (size_t)i * d->node.info->vocab_size;
+        return td_sampler_judge(c->sampler, row, w->prompt_tokens + at, d->node.stop_ids, banned,
+                                w->want_logprobs, tops, c->drafts[i], chances, &c->sampled[i]);
+    }
+    return td_sampler_pick(c->sampler, row, w->prompt_tokens + at, d->node.stop_ids, banned,
+                           w->want_logprobs, tops, &c->sampled[i]);
+}
+
 /* Draws the token behind each row, as if one after the other; the first that a draft did not
  * foresee ends it: the rows behind it saw a token that never came. */
 static void draw(dcn_node_t *d, dcn_part_t *part, const float *logits)
@@ -134,11 +155,7 @@ static void draw(dcn_node_t *d, dcn_part_t *part, const float *logits)
     c->status = TD_OK;
     for (uint32_t i = 0; i <= part->drafts; i++) {
         const float *row = logits + (size_t)i * vocab;
-        const uint32_t at = c->token_count + i;
-        const bool ban = at < w->min_tokens;
-        c->status = td_sampler_pick(c->sampler, row, w->prompt_tokens + at, d->node.stop_ids,
-                                    ban ? d->node.stop_count : 0, w->want_logprobs,
-                                    w->want_logprobs ? w->top_logprobs : 0, &c->sampled[i]);
+        c->status = draw_one(d, part, i, row);
         if (c->status != TD_OK) {
             return;
         }

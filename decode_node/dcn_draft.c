@@ -37,6 +37,7 @@ void dcn_draft_begin(dcn_node_t *d)
         drafters[i]->row_count = 0;
         drafters[i]->fill_rows = 0;
     }
+    d->chances_used = 0;
 }
 
 void dcn_draft_prepare(dcn_node_t *d, dcn_part_t *part)
@@ -48,6 +49,19 @@ void dcn_draft_prepare(dcn_node_t *d, dcn_part_t *part)
     } else if (part->drafts > 0 && c->drafter == TD_DRAFTER_EARLY_EXIT) {
         dcn_draft_exit_prepare(d, part);
     }
+    if (part->job != NULL && c->ticket->work.draft_rule == TD_DRAFT_RULE_REJECTION) {
+        part->job->chances = d->chances + (size_t)d->chances_used * d->node.info->vocab_size;
+        d->chances_used += part->job->k; /* all of a step's drafts are fewer than its rows */
+    }
+}
+
+td_status_t dcn_draft_need_chances(dcn_node_t *d)
+{
+    if (d->chances == NULL) {
+        d->chances =
+            td_calloc_large((size_t)d->rows_max * d->node.info->vocab_size, sizeof(*d->chances));
+    }
+    return d->chances == NULL ? TD_ERR_NO_MEMORY : TD_OK;
 }
 
 dcn_draft_job_t *dcn_draft_add_job(dcn_drafter_t *p, dcn_part_t *part, uint32_t rows)
@@ -99,24 +113,57 @@ static uint32_t add_rows(const dcn_draft_job_t *job, uint32_t pass, td_model_row
 }
 
 /* The token that the choice's own noise picks from the drafter's logits: what it would pick from
- * the model's, as far as the two agree. Penalties are those before the drafts; the sampler stays as
- * it is. A token that the drafter itself finds unlikely ends the draft. */
+ * the model's, as far as the two agree. One that the drafter itself finds unlikely is none. */
+static bool pick_coupled(const dcn_node_t *d, dcn_choice_t *c, const float *logits,
+                         uint32_t position, uint32_t banned, uint32_t *token_out)
+{
+    td_sampled_t picked;
+
+    if (td_sampler_pick(c->sampler, logits, position, d->node.stop_ids, banned, true, 0, &picked) !=
+            TD_OK ||
+        picked.logprob < d->draft_logprob_min) {
+        return false;
+    }
+    *token_out = picked.token;
+    return true;
+}
+
+/* Under the rejection rule it is drawn with noise of its own, and its chances are kept. Whether the
+ * drafter is sure enough is asked of its best token: by the one drawn, the chances would be
+ * others. */
+static bool draw_by_chance(const dcn_node_t *d, dcn_draft_job_t *job, const float *logits,
+                           uint32_t position, uint32_t banned, uint32_t *token_out)
+{
+    dcn_choice_t *c = job->part->choice;
+    const uint32_t vocab = d->node.info->vocab_size;
+    float *chances = job->chances + (size_t)job->count * vocab;
+    float most = 0;
+
+    if (td_sampler_draft(c->sampler, logits, position, job->end, d->node.stop_ids, banned,
+                         token_out, chances) != TD_OK) {
+        return false;
+    }
+    for (uint32_t i = 0; i < vocab; i++) {
+        most = TD_MAX(most, chances[i]);
+    }
+    return most >= d->draft_chance_min;
+}
+
+/* Penalties are those before the drafts; the sampler stays as it is. */
 static void pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
 {
     dcn_choice_t *c = job->part->choice;
     const td_msg_work_t *w = &c->ticket->work;
     const uint32_t position = job->end + job->count;
-    const bool ban = position - w->prompt_tokens < w->min_tokens;
-    td_sampled_t picked;
+    const uint32_t banned = position - w->prompt_tokens < w->min_tokens ? d->node.stop_count : 0;
+    uint32_t *token = &c->drafts[job->count];
 
     job->goes_on = false;
-    if (td_sampler_pick(c->sampler, logits, position, d->node.stop_ids,
-                        ban ? d->node.stop_count : 0, true, 0, &picked) != TD_OK ||
-        picked.logprob < d->draft_logprob_min) {
-        return;
+    if (job->chances != NULL ? draw_by_chance(d, job, logits, position, banned, token)
+                             : pick_coupled(d, c, logits, position, banned, token)) {
+        job->count++;
+        job->goes_on = job->count < job->k;
     }
-    c->drafts[job->count++] = picked.token;
-    job->goes_on = job->count < job->k;
 }
 
 static td_status_t pass_of(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass, uint32_t *rows_out)

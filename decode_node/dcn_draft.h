@@ -32,6 +32,7 @@ typedef struct dcn_draft_job {
     uint32_t k;       /* drafts wanted; 0: the context only */
     uint32_t count;   /* out: drafts made */
     uint32_t written; /* out: positions whose KV is written, from the first, with those of drafts */
+    float *chances;   /* borrowed, [k][vocab]: the rejection rule's, written; NULL: coupled */
     bool goes_on;     /* the worker's own: it has a row in the next pass */
 } dcn_draft_job_t;
 
@@ -87,6 +88,9 @@ void dcn_draft_prepare(struct dcn_node *dcn, struct dcn_part *part);
 uint64_t dcn_draft_propose(struct dcn_node *dcn);
 /** After the tokens of a part that goes on were taken, with its job as the worker has left it. */
 void dcn_draft_settle(struct dcn_node *dcn, const struct dcn_part *part);
+/** There will be drafts that the rejection rule verifies: takes the memory for what they are drawn
+ * with, once. Errors: TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t dcn_draft_need_chances(struct dcn_node *dcn);
 /** A job for the part; NULL: the step's passes are full. */
 dcn_draft_job_t *dcn_draft_add_job(dcn_drafter_t *drafter, struct dcn_part *part, uint32_t rows);
 

@@ -133,6 +133,9 @@ typedef struct dcn_node {
     dcn_drafter_t exit_passes;  /* of the model's first layers */
     td_model_row_t draft_rows[DCN_DRAFT_ROWS_MAX];
     float draft_logprob_min; /* below it a drafted token ends the draft */
+    float draft_chance_min;  /* the same, where its best token's chance is asked */
+    float *chances;          /* owned, [rows_max][vocab]; NULL: nobody has asked for the rule yet */
+    uint32_t chances_used;   /* rows, by the step being made */
     bool draft_model_missed; /* a request has asked for one that is not here: said once */
     td_acceptance_t acceptance[TD_DRAFTER_KINDS][TD_DRAFT_CONFIDENCES]; /* of all choices */
     td_memo_t *memo; /* owned; NULL: answers are not remembered */

@@ -1,6 +1,6 @@
 /* Speculation: what each choice drafts for the step being made, how much of it the step verifies,
  * and what came of it. Nothing here decides a token (I1): a draft is accepted iff it is what would
- * have been drawn. */
+ * have been drawn, or by chances that leave the distribution as it is (the rejection rule). */
 #include "decode_node/dcn_node.h"
 
 #include "common/base/td_base.h"
@@ -31,6 +31,9 @@ static td_status_t open_model_drafter(dcn_node_t *d, dcn_choice_t *c)
         return TD_OK;
     }
     c->drafter = w->drafter;
+    if (w->draft_rule == TD_DRAFT_RULE_REJECTION) {
+        TD_TRY(dcn_draft_need_chances(d));
+    }
     return w->drafter == TD_DRAFTER_DRAFT_MODEL ? dcn_draft_model_admit(d, c) : TD_OK;
 }
 

@@ -150,6 +150,7 @@ static td_status_t open_drafters(void *ctx)
     dcn_node_t *d = ctx;
     const uint64_t percent = td_config_u64(d->node.proc.config, "draft-confidence");
 
+    d->draft_chance_min = (float)percent / 100;
     d->draft_logprob_min = percent == 0 ? -INFINITY : (float)log((double)percent / 100);
     TD_TRY(dcn_draft_exit_open(d));
     return dcn_draft_model_open(d);
@@ -203,6 +204,7 @@ static void stop(dcn_node_t *d)
     }
     kvs_client_destroy(d->store);
     td_memo_destroy(d->memo);
+    td_free(d->chances);
     td_str_fini(&d->text);
     td_str_fini(&d->raw);
 }

@@ -74,6 +74,7 @@ typedef struct rtr_params {
     td_drafter_t drafter;
     uint32_t k_min; /* drafts verified in a step, where there are so many */
     uint32_t k_max;
+    td_draft_rule_t draft_rule;
     uint32_t *prediction; /* owned; tokens that the client expects, NULL: none */
     uint32_t prediction_tokens;
     float temperature;

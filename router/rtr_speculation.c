@@ -1,5 +1,6 @@
 /* Speculation as a request asks for it, and what it gets: the drafter and the bounds of k. The
- * decode node chooses k inside them step by step. No choice changes a token of the answer (I1). */
+ * decode node chooses k inside them step by step. No choice changes a token of the answer (I1),
+ * unless the request asks for the rejection rule: then none changes its distribution. */
 #include <string.h>
 
 #include "common/base/td_base.h"
@@ -25,14 +26,30 @@ static td_status_t read_drafter(const rtr_parse_t *ps, const json_t *value)
     return TD_OK;
 }
 
-/* {"drafter": "auto" or a name, "k": drafts a step}: k given is k kept, within the server's limit.
- */
+static td_status_t read_rule(const rtr_parse_t *ps, const json_t *value)
+{
+    const char *name = json_string_value(value);
+
+    if (name == NULL) {
+        return rtr_refuse(ps, "speculation", "speculation.rule must be a string, got %s",
+                          rtr_json_type(value));
+    }
+    if (td_draft_rule_parse(name, &ps->p->draft_rule) != TD_OK) {
+        return rtr_refuse(ps, "speculation", "speculation.rule must be %s, got \"%.32s\"",
+                          TD_DRAFT_RULE_NAMES, name);
+    }
+    return TD_OK;
+}
+
+/* {"drafter": "auto" or a name, "k": drafts a step, "rule": how they are verified}: k given is k
+ * kept, within the server's limit. */
 static td_status_t read_wish(const rtr_parse_t *ps)
 {
     const json_t *value = rtr_field(ps, "speculation");
     rtr_params_t *p = ps->p;
     rtr_parse_t inner = *ps;
     const json_t *drafter = NULL;
+    const json_t *rule = NULL;
     int64_t k = 0;
     bool has_k = false;
 
@@ -46,6 +63,10 @@ static td_status_t read_wish(const rtr_parse_t *ps)
     drafter = rtr_field(&inner, "drafter");
     if (drafter != NULL) {
         TD_TRY(read_drafter(ps, drafter));
+    }
+    rule = rtr_field(&inner, "rule");
+    if (rule != NULL) {
+        TD_TRY(read_rule(ps, rule));
     }
     TD_TRY(rtr_field_int(&inner, "k", 0, TD_DRAFT_TOKENS_MAX, &k, &has_k));
     if (has_k) {

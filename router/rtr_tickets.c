@@ -477,6 +477,7 @@ static td_status_t send_work(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_ty
                         .drafter = p->drafter,
                         .k_min = p->k_min,
                         .k_max = p->k_max,
+                        .draft_rule = p->draft_rule,
                         .prediction = p->prediction,
                         .prediction_tokens = p->prediction_tokens,
                         .ignore_eos = p->ignore_eos,

@@ -377,7 +377,8 @@ static uint64_t mix(uint64_t x)
 
 static uint64_t noise_key(const td_sampling_t *params, uint32_t position, uint64_t purpose)
 {
-    uint64_t key = mix(params->seed + 0x9e3779b97f4a7c15u);
+    const uint64_t seed = purpose == NOISE_TOKEN ? params->seed : params->judge_seed;
+    uint64_t key = mix(seed + 0x9e3779b97f4a7c15u);
 
     key = mix(key ^ ((uint64_t)params->choice << 32 | position));
     key = purpose == NOISE_TOKEN ? key : mix(key + purpose * 0xd1342543de82ef95u);

@@ -29,7 +29,9 @@ typedef struct td_sampling {
     float frequency_penalty;  /* [-2, 2] over generated tokens */
     float repetition_penalty; /* (0, 10]; 1 = off; over prompt and generated tokens */
     uint64_t seed;
-    uint32_t choice;                   /* index among the n choices */
+    uint64_t judge_seed; /* of td_sampler_judge() and td_sampler_draft(): one that what
+                          * is drafted from cannot have seen, so never used twice */
+    uint32_t choice;     /* index among the n choices */
     const td_logit_bias_t *logit_bias; /* borrowed during create only */
     uint32_t logit_bias_count;
 } td_sampling_t;

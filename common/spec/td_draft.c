@@ -32,6 +32,19 @@ td_status_t td_drafter_parse(const char *name, td_drafter_t *out)
     return TD_ERR_INVALID;
 }
 
+td_status_t td_draft_rule_parse(const char *name, td_draft_rule_t *out)
+{
+    static const char *const names[TD_DRAFT_RULES] = {"coupled", "rejection"};
+
+    for (uint32_t i = 0; i < TD_DRAFT_RULES; i++) {
+        if (strcmp(name, names[i]) == 0) {
+            *out = (td_draft_rule_t)i;
+            return TD_OK;
+        }
+    }
+    return TD_ERR_INVALID;
+}
+
 td_status_t td_draft_create(td_drafter_t drafter, const td_draft_config_t *config, td_draft_t **out)
 {
     if ((uint32_t)drafter >= TD_DRAFTER_KINDS || drafters[drafter].ops == NULL) {

@@ -30,6 +30,18 @@ const char *td_drafter_name(td_drafter_t drafter);
 /** Errors: TD_ERR_INVALID. */
 TD_MUST_CHECK td_status_t td_drafter_parse(const char *name, td_drafter_t *out);
 
+/* How a draft is verified. */
+typedef enum td_draft_rule {
+    TD_DRAFT_RULE_COUPLED =
+        0, /* accepted iff the seeded noise picks it too: any draft, same text */
+    TD_DRAFT_RULE_REJECTION = 1, /* accepted by chance, min(1, p / q): the same distribution */
+    TD_DRAFT_RULES
+} td_draft_rule_t;
+
+#define TD_DRAFT_RULE_NAMES "coupled, rejection"
+/** Errors: TD_ERR_INVALID. */
+TD_MUST_CHECK td_status_t td_draft_rule_parse(const char *name, td_draft_rule_t *out);
+
 /* Classes of confidence. */
 #define TD_DRAFT_CONFIDENCES 8u
 #define TD_DRAFT_CONFIDENCE_ANY 0u    /* it doesn't say */

@@ -251,6 +251,7 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     pb.drafter = m->drafter;
     pb.k_min = m->k_min;
     pb.k_max = m->k_max;
+    pb.draft_rule = m->draft_rule;
     PB_ARRAY(pb, prediction, uint32_t, m->prediction, m->prediction_tokens);
     pb.ignore_eos = m->ignore_eos;
     pb.want_logprobs = m->want_logprobs;
@@ -768,6 +769,7 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
         .drafter = pb->drafter,
         .k_min = pb->k_min,
         .k_max = pb->k_max,
+        .draft_rule = pb->draft_rule,
         .prediction = pb->prediction,
         .prediction_tokens = (uint32_t)pb->n_prediction,
         .ignore_eos = pb->ignore_eos,

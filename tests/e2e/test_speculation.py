@@ -181,7 +181,8 @@ def test_i4_speculation_publishes_verified_positions_only(options):
 @test
 def test_speculation_wishes_are_checked(options):
     c = cluster(options)
-    for wish, text in (({"drafter": "oracle"}, "oracle"), ({"k": 17}, "17"), ("fast", "object")):
+    for wish, text in (({"drafter": "oracle"}, "oracle"), ({"k": 17}, "17"), ("fast", "object"),
+                       ({"rule": "luck"}, "luck"), ({"rule": 1}, "string")):
         try:
             c.complete(FREE, max_tokens=4, speculation=wish)
             raise AssertionError(f"{wish} was taken")

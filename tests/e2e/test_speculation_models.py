@@ -1,6 +1,7 @@
 """Drafters that need passes of a model - a draft model, or the model's first layers - change how fast
 an answer comes, and not one token of it; and what they hold they give back."""
 import atexit
+import collections
 import functools
 import os
 import shutil
@@ -106,6 +107,59 @@ def test_i1_batches_of_all_drafters(options):
         assert got == expected[(prompt, str(sampling))], (prompt[:20], sampling, drafter, k)
 
     run_together(jobs, run)
+    nothing_held(c)
+
+
+def sample(c, prompt, speculation, requests):
+    """Texts of a few tokens, each with noise of its own."""
+    texts = []
+
+    def run(seed):
+        reply = c.complete(prompt, max_tokens=4, n=8, temperature=2, top_k=4, seed=seed,
+                           ignore_eos=True, speculation=speculation)
+        usage = reply.usage["completion_tokens_details"]
+        texts.append(([choice["text"] for choice in reply.choices],
+                      usage["accepted_prediction_tokens"], usage["rejected_prediction_tokens"]))
+
+    run_together([(seed,) for seed in range(requests)], run)
+    return ([text for some, _, _ in texts for text in some], sum(a for _, a, _ in texts),
+            sum(r for _, _, r in texts))
+
+
+def far_apart(one, other):
+    """Two-sample chi-square, in standard deviations (Wilson and Hilferty, 1931)."""
+    counts = [collections.Counter(one), collections.Counter(other)]
+    both = counts[0] + counts[1]
+    kinds = [[text] for text, count in both.items() if count >= 16]
+    kinds.append([text for text, count in both.items() if count < 16])
+    chi2 = 0
+    for texts in kinds:
+        seen = [sum(count[text] for text in texts) for count in counts]
+        for mine, side in zip(seen, (one, other)):
+            want = sum(seen) * len(side) / (len(one) + len(other))
+            chi2 += (mine - want) ** 2 / want if want > 0 else 0
+    freedom = len(kinds) - 1
+    assert freedom >= 4, both
+    spread = 2 / (9 * freedom)
+    return ((chi2 / freedom) ** (1 / 3) - (1 - spread)) / spread ** 0.5
+
+
+@test
+def test_rejection_rule_keeps_the_distribution(options):
+    c = cluster(options)
+    plain, _, _ = sample(c, COPY, {"drafter": "none"}, 64)
+    for drafter in ("prompt_lookup", *DRAFTERS):
+        wish = {"drafter": drafter, "k": 3, "rule": "rejection"}
+        texts, accepted, rejected = sample(c, COPY, wish, 64)
+        assert rejected > 50 and accepted > 50, (drafter, accepted, rejected)
+        apart = far_apart(plain, texts)
+        assert apart < 4.5, (drafter, apart)  # by chance three times in a million
+    expected, _ = ask(c, COPY, {"drafter": "none"}, temperature=0)
+    for drafter in ("prompt_lookup", *DRAFTERS):  # without chance there is one answer
+        got, details = ask(c, COPY, {"drafter": drafter, "k": 4, "rule": "rejection"},
+                           temperature=0)
+        assert got == expected
+        assert drafted(details) > 0
     nothing_held(c)
 
 

@@ -83,6 +83,7 @@ static void test_sampler_rejection_draws_the_distribution(void **state)
         td_sampling_t params;
         td_sampling_init(&params);
         params.seed = variant;
+        params.judge_seed = variant;
         params.temperature = variant == 1 ? 0.6f : 1.0f;
         params.top_k = variant == 2 ? 4 : 0;
         params.top_p = variant == 3 ? 0.8f : 1.0f;
@@ -115,8 +116,8 @@ static void test_sampler_rejection_accepts_what_it_can(void **state)
         uint32_t draft = 0;
         td_sampled_t out;
         assert_int_equal(td_sampler_draft(sampler, drafter, i, i, NULL, 0, &draft, q), TD_OK);
-        assert_int_equal(
-            td_sampler_judge(sampler, target, i, NULL, 0, false, 0, draft, q, &out), TD_OK);
+        assert_int_equal(td_sampler_judge(sampler, target, i, NULL, 0, false, 0, draft, q, &out),
+                         TD_OK);
         accepted += out.token == draft; /* what is drawn instead is another token */
     }
     assert_true(fabs(accepted / (double)DRAWS - want) < 4 * sqrt(want * (1 - want) / DRAWS));
@@ -136,17 +137,15 @@ static void test_sampler_rejection_at_temperature_zero_is_greedy(void **state)
         float q[VOCAB];
         uint32_t drawn = 0;
         td_sampled_t out;
-        assert_int_equal(td_sampler_judge(sampler, target, draft, NULL, 0, true, 0, draft, NULL,
-                                          &out),
-                         TD_OK);
+        assert_int_equal(
+            td_sampler_judge(sampler, target, draft, NULL, 0, true, 0, draft, NULL, &out), TD_OK);
         assert_int_equal(out.token, 2);
         assert_true(out.logprob < 0);
         assert_int_equal(td_sampler_draft(sampler, drafter, draft, 0, NULL, 0, &drawn, q), TD_OK);
         assert_int_equal(drawn, 5);
         assert_true(q[5] == 1.0f && q[2] == 0.0f);
-        assert_int_equal(td_sampler_judge(sampler, target, draft, NULL, 0, false, 0, drawn, q,
-                                          &out),
-                         TD_OK);
+        assert_int_equal(
+            td_sampler_judge(sampler, target, draft, NULL, 0, false, 0, drawn, q, &out), TD_OK);
         assert_int_equal(out.token, 2);
     }
     td_sampler_destroy(sampler);
@@ -173,9 +172,9 @@ static float most(const float *chances)
     return best;
 }
 
-/* One text as decoding makes it: drafts, cut where the drafter is not sure of any (never by what it has
- * drawn: then what is left would not be drawn by those chances), are judged one by one;
- * the first that is not accepted ends a step, and behind the last comes a token without a draft. */
+/* One text as decoding makes it: drafts, cut where the drafter is not sure of any (never by what it
+ * has drawn: then what is left would not be drawn by those chances), are judged one by one; the
+ * first that is not accepted ends a step, and behind the last comes a token without a draft. */
 static uint32_t speculate(td_sampler_t *sampler, float p[VOCAB][VOCAB], float q[VOCAB][VOCAB],
                           uint32_t k)
 {
@@ -247,6 +246,7 @@ static void test_sampler_rejection_of_whole_texts(void **state)
     for (uint32_t i = 0; i < DRAWS; i++) {
         td_sampler_t *sampler = NULL;
         params.seed = i;
+        params.judge_seed = i;
         sampler = create(&params);
         counts[speculate(sampler, p, q, i % 4)]++;
         td_sampler_destroy(sampler);

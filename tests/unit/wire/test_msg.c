@@ -84,6 +84,7 @@ static td_msg_work_t sample_work(void)
                            .drafter = 1,
                            .k_min = 2,
                            .k_max = 8,
+                           .draft_rule = 1,
                            .prediction = u32s,
                            .prediction_tokens = 3,
                            .stop_count = 2,
@@ -108,6 +109,7 @@ static void test_msg_work_survives_the_wire(void **state)
     assert_int_equal(out.u.work.drafter, 1);
     assert_int_equal(out.u.work.k_min, 2);
     assert_int_equal(out.u.work.k_max, 8);
+    assert_int_equal(out.u.work.draft_rule, 1);
     assert_int_equal(out.u.work.prediction_tokens, 3);
     assert_memory_equal(out.u.work.prediction, u32s, sizeof(u32s));
     assert_int_equal(out.u.work.stop_count, 2);
