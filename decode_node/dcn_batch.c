@@ -143,6 +143,23 @@ static td_status_t draw_one(const dcn_node_t *d, const dcn_part_t *part, uint32_
                            w->want_logprobs, tops, &c->sampled[i]);
 }
 
+/* What the model says behind a draft that was wrong, and those that stood behind it: no answer's
+ * tokens, but hints for the drafter. */
+static void look_behind(const dcn_node_t *d, const dcn_part_t *part, const float *logits)
+{
+    dcn_choice_t *c = part->choice;
+
+    for (uint32_t i = c->sampled_count; i <= part->drafts; i++) {
+        td_sampled_t hint;
+        if (td_sampler_pick(c->sampler, logits + (size_t)i * d->node.info->vocab_size,
+                            c->ticket->work.prompt_tokens + c->token_count + i, NULL, 0, false, 0,
+                            &hint) != TD_OK) {
+            return;
+        }
+        c->behind[c->behind_count++] = hint.token;
+    }
+}
+
 /* Draws the token behind each row, as if one after the other; the first that a draft did not
  * foresee ends it: the rows behind it saw a token that never came. */
 static void draw(dcn_node_t *d, dcn_part_t *part, const float *logits)
@@ -152,6 +169,7 @@ static void draw(dcn_node_t *d, dcn_part_t *part, const float *logits)
     const uint32_t vocab = d->node.info->vocab_size;
 
     c->sampled_count = 0;
+    c->behind_count = 0;
     c->status = TD_OK;
     for (uint32_t i = 0; i <= part->drafts; i++) {
         const float *row = logits + (size_t)i * vocab;
@@ -163,6 +181,9 @@ static void draw(dcn_node_t *d, dcn_part_t *part, const float *logits)
         c->logits_hashes[i] = w->want_hashes ? td_logits_hash(row, vocab) : 0;
         c->sampled_count = i + 1;
         if (i < part->drafts && c->sampled[i].token != c->drafts[i]) {
+            if (c->draft != NULL && td_draft_observes(c->draft)) {
+                look_behind(d, part, logits);
+            }
             return;
         }
     }
@@ -318,6 +339,7 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
         }
     }
     if (c->finish == TD_FINISH_NONE) {
+        dcn_speculate_look_behind(c);
         td_seq_truncate(&c->seq, c->kv_tokens);
         td_seq_forget(&c->seq, c->kv_tokens); /* after what it had filled was published */
         dcn_draft_settle(d, part);

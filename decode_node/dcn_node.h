@@ -50,7 +50,9 @@ typedef struct dcn_choice {
     td_sampled_t sampled[TD_DRAFT_TOKENS_MAX + 1];
     uint64_t logits_hashes[TD_DRAFT_TOKENS_MAX + 1];
     uint32_t sampled_count;
-    td_status_t status; /* of the batch's sampling */
+    uint32_t behind[TD_DRAFT_TOKENS_MAX]; /* what follows the wrong draft and those behind it */
+    uint32_t behind_count;                /* 0: its drafter doesn't ask */
+    td_status_t status;                   /* of the batch's sampling */
 } dcn_choice_t;
 
 typedef struct dcn_ticket {
@@ -225,6 +227,8 @@ td_status_t dcn_speculate_open(dcn_node_t *dcn, dcn_choice_t *choice);
 void dcn_speculate_close(dcn_choice_t *choice);
 /** Tells the drafter the next token of the output. */
 void dcn_speculate_token(dcn_choice_t *choice, uint32_t token);
+/** Tells it what the step says behind a draft that was wrong, after the step's tokens. */
+void dcn_speculate_look_behind(dcn_choice_t *choice);
 /** Remembers a choice's output, which is whole, for those that ask the same. */
 void dcn_speculate_learn(dcn_node_t *dcn, const dcn_choice_t *choice);
 /** Has every part of the step that samples propose, or say how much it could, and sets how many of

@@ -97,6 +97,13 @@ void dcn_speculate_token(dcn_choice_t *c, uint32_t token)
     }
 }
 
+void dcn_speculate_look_behind(dcn_choice_t *c)
+{
+    if (c->behind_count > 0) {
+        td_draft_observe(c->draft, c->drafts + c->sampled_count - 1, c->behind, c->behind_count);
+    }
+}
+
 void dcn_speculate_learn(dcn_node_t *d, const dcn_choice_t *c)
 {
     if (d->memo != NULL) {

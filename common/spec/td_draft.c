@@ -14,6 +14,7 @@ static const struct {
     [TD_DRAFTER_DRAFT_MODEL] = {"draft_model", NULL},
     [TD_DRAFTER_EARLY_EXIT] = {"early_exit", NULL},
     [TD_DRAFTER_MEMO] = {"memo", &td_draft_memo_ops},
+    [TD_DRAFTER_LOOKAHEAD] = {"lookahead", &td_draft_lookahead_ops},
 };
 
 const char *td_drafter_name(td_drafter_t drafter)
@@ -69,6 +70,20 @@ uint32_t td_draft_propose(td_draft_t *draft, uint32_t k, uint32_t *tokens_out)
 {
     TD_ASSERT(k <= TD_DRAFT_TOKENS_MAX);
     return k == 0 ? 0 : draft->ops->propose(draft, k, tokens_out);
+}
+
+bool td_draft_observes(const td_draft_t *draft)
+{
+    return draft->ops->observe != NULL;
+}
+
+void td_draft_observe(td_draft_t *draft, const uint32_t *drafts, const uint32_t *nexts,
+                      uint32_t count)
+{
+    TD_ASSERT(count <= TD_DRAFT_TOKENS_MAX);
+    if (draft->ops->observe != NULL) {
+        draft->ops->observe(draft, drafts, nexts, count);
+    }
 }
 
 uint32_t td_draft_confidence(const td_draft_t *draft)

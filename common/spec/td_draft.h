@@ -21,10 +21,11 @@ typedef enum td_drafter {
     TD_DRAFTER_DRAFT_MODEL = 2, /* passes of a second, smaller model: the decode node's own */
     TD_DRAFTER_EARLY_EXIT = 3,  /* passes of the model's first layers: as well */
     TD_DRAFTER_MEMO = 4,        /* what followed before on this node, else as prompt_lookup */
+    TD_DRAFTER_LOOKAHEAD = 5,   /* what the model said in passing of texts like this one */
     TD_DRAFTER_KINDS
 } td_drafter_t;
 
-#define TD_DRAFTER_NAMES "none, prompt_lookup, draft_model, early_exit, memo"
+#define TD_DRAFTER_NAMES "none, prompt_lookup, draft_model, early_exit, memo, lookahead"
 /** "none", "prompt_lookup", ... */
 const char *td_drafter_name(td_drafter_t drafter);
 /** Errors: TD_ERR_INVALID. */
@@ -72,6 +73,14 @@ void td_draft_append(td_draft_t *draft, const uint32_t *tokens, uint32_t count, 
 /** What may come next: at most k tokens, fewer (0 too) where it is not confident of more.
  * Shape:  tokens_out [k]; k <= TD_DRAFT_TOKENS_MAX. Answers how many. */
 uint32_t td_draft_propose(td_draft_t *draft, uint32_t k, uint32_t *tokens_out);
+/** Does it want td_draft_observe()? */
+bool td_draft_observes(const td_draft_t *draft);
+/** Tells it what the pass that verified its drafts selects behind those of them that nothing became
+ * of: drafts[0] is the one that was wrong, drafts[i + 1] stood behind drafts[i]. After the step's
+ * tokens were appended.
+ * Shape:  drafts, nexts [count]; count <= TD_DRAFT_TOKENS_MAX. */
+void td_draft_observe(td_draft_t *draft, const uint32_t *drafts, const uint32_t *nexts,
+                      uint32_t count);
 /** How sure it was of its last proposal: a class, < TD_DRAFT_CONFIDENCES. Which of them are
  * accepted how often is for experience to say; until then td_draft_confidence_prior(). */
 uint32_t td_draft_confidence(const td_draft_t *draft);

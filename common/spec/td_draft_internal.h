@@ -9,6 +9,8 @@ typedef struct td_draft_ops {
     void (*append)(td_draft_t *draft, const uint32_t *tokens, uint32_t count, bool is_output);
     uint32_t (*propose)(td_draft_t *draft, uint32_t k, uint32_t *tokens_out);
     uint32_t (*confidence)(const td_draft_t *draft); /* NULL: it doesn't say */
+    void (*observe)(td_draft_t *draft, const uint32_t *drafts, const uint32_t *nexts,
+                    uint32_t count); /* NULL: it has no use for it */
 } td_draft_ops_t;
 
 /* The first member of every drafter. */
@@ -18,3 +20,4 @@ struct td_draft {
 
 extern const td_draft_ops_t td_draft_lookup_ops;
 extern const td_draft_ops_t td_draft_memo_ops;
+extern const td_draft_ops_t td_draft_lookahead_ops;

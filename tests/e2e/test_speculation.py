@@ -28,7 +28,7 @@ def test_i1_speculation_any_k_gives_the_same_tokens(options):
         for sampling in SAMPLINGS:
             expected, details = ask(c, prompt, {"drafter": "none"}, **sampling)
             assert accepted(details) == details["rejected_prediction_tokens"] == 0
-            for drafter in ("prompt_lookup", "memo"):
+            for drafter in ("prompt_lookup", "memo", "lookahead"):
                 for k in range(0, 9):
                     got, details = ask(c, prompt, {"drafter": drafter, "k": k}, **sampling)
                     assert got == expected, (prompt, sampling, drafter, k, got, expected)
@@ -46,9 +46,10 @@ def test_i1_speculation_with_stops_choices_and_minimum(options):
                  {"stop": ["."], "include_stop_str_in_output": True}):
         more = {"temperature": 0.6, "seed": 5, **more}
         expected, _ = ask(c, COPY, {"drafter": "none"}, **more)
-        for k in (1, 3, 8):
-            got, _ = ask(c, COPY, {"k": k}, **more)
-            assert got == expected, (more, k, got, expected)
+        for drafter in ("auto", "lookahead"):
+            for k in (1, 3, 8):
+                got, _ = ask(c, COPY, {"drafter": drafter, "k": k}, **more)
+                assert got == expected, (more, drafter, k, got, expected)
 
 
 @test
@@ -92,6 +93,17 @@ def test_speculation_copies_are_accepted_and_counted(options):
     assert 0 < after[series] - before[series] <= 63 - accepted(details)
     assert after["tandem_decode_memo_paths"] > 0
     wait_until_nothing_is_held(c)
+
+
+@test
+def test_lookahead_learns_from_rows_behind_wrong_drafts(options):
+    """Free text that repeats nothing: what is accepted came from such rows, or from single pairs."""
+    c = cluster(options)
+    right = {}
+    for drafter in ("prompt_lookup", "lookahead"):
+        _, details = ask(c, FREE, {"drafter": drafter, "k": 6}, temperature=0, max_tokens=128)
+        right[drafter] = accepted(details)
+    assert right["lookahead"] > right["prompt_lookup"] + 5, right
 
 
 @test
