@@ -1,5 +1,5 @@
-/* What drafts were worth: counted for each request and told the router with its end; remembered, for
- * a router that begins anew; and what steps and passes cost here, for it to choose by. */
+/* What drafts were worth: counted for each request and told the router with its end; remembered,
+ * for a router that begins anew; and what steps and passes cost here, for it to choose by. */
 #include "decode_node/dcn_node.h"
 
 #include <string.h>
@@ -11,8 +11,7 @@
 #define TOLD_AT_ONCE 64u    /* entries of a message */
 #define COSTS_EVERY_MS 250u /* a heartbeat shall not tell those of a batch long past */
 
-_Static_assert(TD_MSG_DRAFTS_MAX == TD_DRAFT_TOKENS_MAX &&
-                   TD_DRAFTER_KINDS <= TD_MSG_DRAFTERS_MAX,
+_Static_assert(TD_MSG_DRAFTS_MAX == TD_DRAFT_TOKENS_MAX && TD_DRAFTER_KINDS <= TD_MSG_DRAFTERS_MAX,
                "what is told has room");
 _Static_assert(TOLD_AT_ONCE <= TD_MSG_DRAFT_PAST_MAX, "a message has room");
 _Static_assert(sizeof(((td_msg_draft_past_t *)0)->steps) == sizeof(((td_draft_past_t *)0)->steps),
@@ -69,9 +68,8 @@ void dcn_worth_step(dcn_node_t *d, const dcn_part_t *part, uint32_t accepted)
 void dcn_worth_end(dcn_node_t *d, dcn_ticket_t *t)
 {
     td_msg_drafts_t *r = &t->drafts;
-    const td_draft_key_t key = {.tenant = t->work.tenant,
-                                .prompt_class = t->work.prompt_class,
-                                .drafter = r->drafter};
+    const td_draft_key_t key = {
+        .tenant = t->work.tenant, .prompt_class = t->work.prompt_class, .drafter = r->drafter};
     td_draft_report_t report = {.k_max = r->k_max, .steps = r->steps, .tokens = r->tokens};
 
     if (r->k_max == 0) {

@@ -23,7 +23,7 @@ typedef struct tenant_use {
 
 struct rtr_drafters {
     rtr_drafters_config_t config;
-    td_draft_stats_t *stats;               /* owned */
+    td_draft_stats_t *stats;                  /* owned */
     uint64_t answered[RTR_DRAFT_PROMPTS_MAX]; /* names of prompts, each in the slot of its name */
     tenant_use_t tenants[RTR_DRAFT_TENANTS_MAX];
     bool changed; /* since it was shown */
@@ -135,8 +135,8 @@ static const td_draft_past_t *past_of(const rtr_drafters_t *ds, const rtr_draft_
 /* The best of those that were watched for long enough. Until the first of the list was, it is what
  * is chosen, with all of k: the node finds out by itself what pays. */
 static void choose_by_past(const rtr_drafters_t *ds, const rtr_draft_ask_t *ask,
-                           const td_drafter_t *list, uint32_t count,
-                           const td_msg_heartbeat_t *beat, rtr_draft_choice_t *choice)
+                           const td_drafter_t *list, uint32_t count, const td_msg_heartbeat_t *beat,
+                           rtr_draft_choice_t *choice)
 {
     double most = -1;
 
@@ -168,10 +168,8 @@ static void choose_by_past(const rtr_drafters_t *ds, const rtr_draft_ask_t *ask,
 rtr_draft_choice_t rtr_drafters_choose(const rtr_drafters_t *ds, const rtr_draft_ask_t *ask,
                                        uint32_t offered, const td_msg_heartbeat_t *costs)
 {
-    rtr_draft_choice_t choice = {.drafter = ask->drafter,
-                                 .k_min = ask->k_min,
-                                 .k_max = ask->k_max,
-                                 .why = RTR_DRAFT_ASKED};
+    rtr_draft_choice_t choice = {
+        .drafter = ask->drafter, .k_min = ask->k_min, .k_max = ask->k_max, .why = RTR_DRAFT_ASKED};
     td_drafter_t list[TD_DRAFTER_KINDS];
     uint32_t count = 0;
 

@@ -5,11 +5,11 @@
 
 #include "common/base/td_base.h"
 
-#define GRAM 4u            /* tokens that must come again in the same order */
-#define GRAM_SLOTS 4096u   /* twice the grams that are looked at */
-#define REPEATS_SHARE 10u  /* one in so many grams has been there before: it repeats */
-#define CODE_SHARE 5u      /* one in so many tokens has a sign of code: code */
-#define TOKENS_MIN 16u     /* fewer say nothing */
+#define GRAM 4u           /* tokens that must come again in the same order */
+#define GRAM_SLOTS 4096u  /* twice the grams that are looked at */
+#define REPEATS_SHARE 10u /* one in so many grams has been there before: it repeats */
+#define CODE_SHARE 5u     /* one in so many tokens has a sign of code: code */
+#define TOKENS_MIN 16u    /* fewer say nothing */
 #define CODE_SIGNS "{}[]();=<>_|\\"
 
 const char *rtr_prompt_class_name(uint32_t prompt_class)
