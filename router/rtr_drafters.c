@@ -26,7 +26,8 @@ struct rtr_drafters {
     td_draft_stats_t *stats;                  /* owned */
     uint64_t answered[RTR_DRAFT_PROMPTS_MAX]; /* names of prompts, each in the slot of its name */
     tenant_use_t tenants[RTR_DRAFT_TENANTS_MAX];
-    bool changed; /* since it was shown */
+    uint64_t reports; /* taken since the start */
+    bool changed;     /* since it was shown */
     uint64_t next_publish_ns;
     pthread_mutex_t mu; /* guards the two texts; a leaf */
     td_str_t json;
@@ -266,6 +267,7 @@ void rtr_drafters_answered(rtr_drafters_t *ds, uint64_t tenant, uint32_t prompt_
     }
     memcpy(report.drafted, r->drafted, sizeof(report.drafted));
     memcpy(report.accepted, r->accepted, sizeof(report.accepted));
+    ds->reports++;
     td_draft_stats_add(ds->stats, &key, &report);
     count_report(ds, use, r);
     td_metric_set(ds->config.metrics->drafts.entries, td_draft_stats_count(ds->stats));
@@ -323,7 +325,8 @@ static td_status_t write_json(const rtr_drafters_t *ds, td_str_t *out)
     const td_draft_past_t *p = td_draft_stats_oldest(ds->stats);
     bool first = true;
 
-    TD_TRY(td_str_printf(out, "{\"entries\":%u,\"newest\":[", count));
+    TD_TRY(td_str_printf(out, "{\"reports\":%" PRIu64 ",\"entries\":%u,\"newest\":[", ds->reports,
+                         count));
     for (uint32_t i = 0; p != NULL; i++, p = td_draft_stats_newer(ds->stats, p)) {
         if (i + RTR_DRAFT_SHOWN_MAX >= count) {
             TD_TRY(write_entry(p, first, out));

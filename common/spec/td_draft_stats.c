@@ -6,6 +6,8 @@
 #include "common/base/td_base.h"
 
 #define NONE UINT32_MAX
+#define ROW_COST_MIN 0.01 /* of a step: a draft costs a little besides its row, however measured   \
+                           */
 
 /* In a chain of its bucket, and in the list of all by the last report. */
 typedef struct entry {
@@ -209,8 +211,9 @@ double td_draft_worth(const td_draft_past_t *p, const td_draft_costs_t *c, uint3
     TD_ASSERT(k <= TD_DRAFT_TOKENS_MAX);
     for (uint32_t i = 0; i < k; i++) {
         if (p->drafted[i] >= TD_DRAFT_JUDGED_MIN) {
+            const double row = TD_MAX(c->step[i + 1] - c->step[i], ROW_COST_MIN);
             tokens += p->accepted[i] / p->steps[i];
-            time += p->drafted[i] / p->steps[i] * (c->step[i + 1] - c->step[i] + c->pass);
+            time += p->drafted[i] / p->steps[i] * (row + c->pass);
         }
     }
     return tokens / time;

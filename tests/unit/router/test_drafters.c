@@ -110,15 +110,13 @@ static void test_unknown_is_left_to_the_node(void **state)
     fixture_t *fx = *state;
     static const uint32_t without_memo = BIT(TD_DRAFTER_PROMPT_LOOKUP) | BIT(TD_DRAFTER_EARLY_EXIT);
 
-    assert_choice(choose(fx, TENANT, 0, NOT_EXPLORED, ALL), TD_DRAFTER_MEMO, 16,
-                  RTR_DRAFT_DEFAULT);
+    assert_choice(choose(fx, TENANT, 0, NOT_EXPLORED, ALL), TD_DRAFTER_MEMO, 16, RTR_DRAFT_DEFAULT);
     assert_choice(choose(fx, TENANT, 0, NOT_EXPLORED, 0), TD_DRAFTER_MEMO, 16, RTR_DRAFT_DEFAULT);
     assert_choice(choose(fx, TENANT, 0, NOT_EXPLORED, without_memo), TD_DRAFTER_PROMPT_LOOKUP, 16,
                   RTR_DRAFT_DEFAULT);
     /* Others are known, the first isn't: it comes first. */
     learn(fx, TENANT, 0, TD_DRAFTER_EARLY_EXIT, 8, 1);
-    assert_choice(choose(fx, TENANT, 0, NOT_EXPLORED, ALL), TD_DRAFTER_MEMO, 16,
-                  RTR_DRAFT_DEFAULT);
+    assert_choice(choose(fx, TENANT, 0, NOT_EXPLORED, ALL), TD_DRAFTER_MEMO, 16, RTR_DRAFT_DEFAULT);
 }
 
 static uint32_t best_k(double alpha, double pass, double *most_out)
@@ -346,7 +344,8 @@ static void test_a_new_router_knows_what_nodes_remember(void **state)
 
     assert_int_equal(td_draft_stats_create(8, &node), TD_OK);
     for (uint32_t i = 0; i < 6; i++) {
-        const td_msg_drafts_t r = report_of(i % 2 ? TD_DRAFTER_MEMO : TD_DRAFTER_EARLY_EXIT, i, 0.7);
+        const td_msg_drafts_t r =
+            report_of(i % 2 ? TD_DRAFTER_MEMO : TD_DRAFTER_EARLY_EXIT, i, 0.7);
         const td_draft_key_t key = {TENANT, i % 2, r.drafter};
         td_draft_report_t report = {
             .k_max = r.k_max, .steps = r.steps, .tokens = r.tokens, .decode_ns = r.decode_ns};
@@ -375,7 +374,7 @@ static void test_a_new_router_knows_what_nodes_remember(void **state)
     rtr_drafters_remember(fx->ds, &history);
     after = shown(fx, rtr_drafters_json);
     assert_int_equal(count_of(before.bytes, "\"class\""), 2);
-    assert_string_equal(before.bytes, after.bytes);
+    assert_string_equal(strstr(before.bytes, "\"entries\""), strstr(after.bytes, "\"entries\""));
     td_str_fini(&before);
     td_str_fini(&after);
     td_draft_stats_destroy(node);
@@ -398,7 +397,8 @@ static void test_create_survives_every_failing_allocation(void **state)
     }
 }
 
-/* --- classes of prompts ------------------------------------------------------------------------ */
+/* --- classes of prompts ------------------------------------------------------------------------
+ */
 
 static rtr_prompt_class_t class_of(const td_tokenizer_t *tok, const uint32_t *tokens,
                                    uint32_t count)
@@ -433,9 +433,9 @@ static void test_classes_of_texts(void **state)
     for (size_t i = 0; i < TD_ARRAY_LEN(texts); i++) {
         uint32_t *ids = NULL;
         size_t count = 0;
-        assert_int_equal(td_tokenizer_encode(tok, texts[i].text, strlen(texts[i].text), true, &ids,
-                                             &count),
-                         TD_OK);
+        assert_int_equal(
+            td_tokenizer_encode(tok, texts[i].text, strlen(texts[i].text), true, &ids, &count),
+            TD_OK);
         assert_int_equal(class_of(tok, ids, (uint32_t)count), texts[i].prompt_class);
         td_free(ids);
     }

@@ -104,6 +104,21 @@ static void test_draft_positions_of_few_drafts_are_not_judged(void **state)
     td_draft_stats_destroy(s);
 }
 
+/* However it was measured, a row is never free: what is never accepted ends the draft. */
+static void test_draft_rows_are_never_free(void **state)
+{
+    td_draft_stats_t *s = make(4);
+    const td_draft_costs_t c = costs_of(0, 0);
+    const td_draft_report_t r = {
+        .k_max = 16, .steps = 100, .drafted = {50, 40, 30}, .accepted = {20, 1}};
+    double worth = 0;
+    (void)state;
+
+    td_draft_stats_add(s, &key, &r);
+    assert_int_equal(td_draft_best_k(td_draft_stats_find(s, &key), &c, 16, &worth), 2);
+    td_draft_stats_destroy(s);
+}
+
 static void test_draft_stats_forget(void **state)
 {
     td_draft_stats_t *s = make(4);
@@ -144,9 +159,11 @@ static void test_draft_stats_of_nothing_say_nothing(void **state)
 /* Nobody's entry is another's, and the one that was silent for longest goes. */
 static void test_draft_stats_keep_the_newest(void **state)
 {
-    const td_draft_key_t keys[] = {
-        {1, 0, TD_DRAFTER_MEMO}, {1, 1, TD_DRAFTER_MEMO}, {1, 0, TD_DRAFTER_EARLY_EXIT},
-        {2, 0, TD_DRAFTER_MEMO}, {3, 0, TD_DRAFTER_MEMO}};
+    const td_draft_key_t keys[] = {{1, 0, TD_DRAFTER_MEMO},
+                                   {1, 1, TD_DRAFTER_MEMO},
+                                   {1, 0, TD_DRAFTER_EARLY_EXIT},
+                                   {2, 0, TD_DRAFTER_MEMO},
+                                   {3, 0, TD_DRAFTER_MEMO}};
     td_draft_stats_t *s = make(4);
     const td_draft_past_t *past = NULL;
     (void)state;
@@ -249,6 +266,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_draft_worth_is_expected_tokens_over_cost),
         cmocka_unit_test(test_draft_positions_of_few_drafts_are_not_judged),
+        cmocka_unit_test(test_draft_rows_are_never_free),
         cmocka_unit_test(test_draft_stats_forget),
         cmocka_unit_test(test_draft_stats_of_nothing_say_nothing),
         cmocka_unit_test(test_draft_stats_keep_the_newest),
