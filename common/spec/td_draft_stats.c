@@ -6,8 +6,7 @@
 #include "common/base/td_base.h"
 
 #define NONE UINT32_MAX
-#define ROW_COST_MIN 0.01 /* of a step: a draft costs a little besides its row, however measured   \
-                           */
+#define ROW_COST_MIN 0.01 /* of a step: no row is free, however measured */
 
 /* In a chain of its bucket, and in the list of all by the last report. */
 typedef struct entry {

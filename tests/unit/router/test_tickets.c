@@ -1113,14 +1113,15 @@ static void test_drafts_are_chosen_by_what_they_were_worth(void **state)
 static void test_drafts_of_the_past_are_remembered(void **state)
 {
     fixture_t *fx = *state;
-    td_msg_draft_past_t past = {.drafter = TD_DRAFTER_MEMO, .tokens = 1, .decode_s = 1};
+    td_msg_draft_past_t past = {
+        .tenant = 77, .drafter = TD_DRAFTER_MEMO, .tokens = 1, .decode_s = 1};
     td_msg_t msg = {.type = TD_MSG_DRAFT_HISTORY, .u.draft_history = {.count = 1, .past = &past}};
 
     open_drafts(fx);
     for (uint32_t i = 0; i < TD_MSG_DRAFTS_MAX; i++) {
         past.steps[i] = past.drafted[i] = 80;
     }
-    send_to_router(&fx->nodes[0], &msg);
+    send_to_router(&fx->nodes[0], &msg); /* before what it sends of the request */
     assert_drafts(serve(fx, TEXT_OF(3) ",\"speculation\":{\"drafter\":\"auto\"}}", 16), 0, 16);
     past.tenant = serve(fx,
                         TEXT_OF(3) ",\"cache_salt\":\"s\","
