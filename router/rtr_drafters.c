@@ -23,7 +23,8 @@ typedef struct tenant_use {
 
 struct rtr_drafters {
     rtr_drafters_config_t config;
-    td_draft_stats_t *stats;                  /* owned */
+    td_draft_stats_t *stats;                       /* owned */
+    uint8_t prompt_key[crypto_shorthash_KEYBYTES]; /* drawn at the start */
     uint64_t answered[RTR_DRAFT_PROMPTS_MAX]; /* names of prompts, each in the slot of its name */
     tenant_use_t tenants[RTR_DRAFT_TENANTS_MAX];
     uint64_t reports; /* taken since the start */
@@ -49,6 +50,7 @@ td_status_t rtr_drafters_create(const rtr_drafters_config_t *config, rtr_drafter
     }
     ds->config = *config;
     ds->changed = true;
+    crypto_shorthash_keygen(ds->prompt_key);
     (void)pthread_mutex_init(&ds->mu, NULL);
     *out = ds;
     return TD_OK;
@@ -196,20 +198,26 @@ void rtr_drafters_count(rtr_drafters_t *ds, const rtr_draft_choice_t *choice)
 
 /* --- what it goes by -------------------------------------------------------------------------- */
 
-/* The name of a tenant's prompt, and the slot that it has. */
-static uint64_t name_prompt(uint64_t tenant, uint64_t prompt_hash, uint32_t *slot_out)
+/* The name of a tenant's prompt, and the slot that it has. Keyed: nobody can make a prompt that has
+ * the name of another tenant's, and so learn whether that was asked. */
+static uint64_t name_prompt(const rtr_drafters_t *ds, uint64_t tenant, uint64_t prompt_hash,
+                            uint32_t *slot_out)
 {
-    const uint64_t name = (tenant ^ prompt_hash) * 0x9e3779b97f4a7c15ull | 1; /* 0: free */
+    const uint64_t both[2] = {tenant, prompt_hash};
+    uint8_t hash[crypto_shorthash_BYTES];
+    uint64_t name = 0;
 
+    (void)crypto_shorthash(hash, (const uint8_t *)both, sizeof(both), ds->prompt_key);
+    memcpy(&name, hash, sizeof(name));
     *slot_out = (uint32_t)(name >> 40) % RTR_DRAFT_PROMPTS_MAX;
-    return name;
+    return name | 1; /* 0: free */
 }
 
 uint32_t rtr_drafters_class(const rtr_drafters_t *ds, uint64_t tenant, uint64_t prompt_hash,
                             rtr_prompt_class_t by_tokens)
 {
     uint32_t slot = 0;
-    const uint64_t name = name_prompt(tenant, prompt_hash, &slot);
+    const uint64_t name = name_prompt(ds, tenant, prompt_hash, &slot);
 
     return ds->answered[slot] == name ? RTR_PROMPT_HOT : (uint32_t)by_tokens;
 }
@@ -257,7 +265,7 @@ void rtr_drafters_answered(rtr_drafters_t *ds, uint64_t tenant, uint32_t prompt_
         .k_max = r->k_max, .steps = r->steps, .tokens = r->tokens, .decode_ns = r->decode_ns};
     tenant_use_t *use = place_of(ds, tenant);
     uint32_t slot = 0;
-    const uint64_t name = name_prompt(tenant, prompt_hash, &slot);
+    const uint64_t name = name_prompt(ds, tenant, prompt_hash, &slot);
 
     ds->answered[slot] = name;
     ds->changed = true;
