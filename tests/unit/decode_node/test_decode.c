@@ -814,6 +814,7 @@ static void test_a_new_router_is_told_what_drafts_were_worth(void **state)
         const td_msg_draft_history_t *m = &msg.u.draft_history;
         assert_int_equal(m->past[0].tenant, tenant + 1);
         tenant = m->past[m->count - 1].tenant;
+        td_msg_arena_free(arena);
     }
     td_draft_stats_destroy(d->past);
     d->past = NULL;
