@@ -38,6 +38,7 @@ static td_status_t init_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
     td_node_sampling(w, index, bias, &params);
     params.judge_seed = w->draft_rule == TD_DRAFT_RULE_REJECTION ? td_random_u64() : 0;
     TD_TRY(dcn_speculate_open(d, c));
+    dcn_worth_begin(c);
     return td_sampler_create(&params, d->node.info->vocab_size, w->prompt, w->prompt_tokens,
                              &c->sampler);
 }
@@ -109,6 +110,7 @@ void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
         return;
     }
     t->state = DCN_RUNNING;
+    t->running_ns = td_now_ns();
     t->live = n;
     for (uint32_t i = 0; i < n; i++) {
         td_sampled_t first = first_token(t, i);
@@ -347,18 +349,32 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
     return true;
 }
 
+/* Of a step that has just been made: what it took, and what it would have taken without drafts. */
+static void measure(dcn_node_t *d)
+{
+    dcn_batch_t *b = &d->batch;
+    uint32_t rows = 0;
+
+    b->took_ns = td_now_ns() - b->started_ns;
+    td_metric_observe_ns(d->batch_seconds, b->took_ns);
+    td_step_cost_observe(&d->step_cost, b->row_count, b->took_ns - b->draft_ns);
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        rows += b->parts[i].rows;
+    }
+    if (rows < b->row_count || b->draft_ns > 0) {
+        b->plain_ns = (uint64_t)td_step_cost_ns(&d->step_cost, rows);
+    }
+}
+
 void dcn_batch_progress(dcn_node_t *d)
 {
     dcn_batch_t *b = &d->batch;
-    uint64_t took_ns = 0;
 
     if (!td_worker_take_done(d->node.worker)) {
         return;
     }
-    took_ns = td_now_ns() - b->started_ns;
+    measure(d);
     b->tokens = 0;
-    td_metric_observe_ns(d->batch_seconds, took_ns);
-    td_step_cost_observe(&d->step_cost, b->row_count, took_ns - b->draft_ns);
     if (b->status != TD_OK) {
         TD_LOG_ERROR("decode step failed", "status=%s rows=%u", td_status_name(b->status),
                      b->row_count);
@@ -386,6 +402,6 @@ void dcn_batch_progress(dcn_node_t *d)
             }
         }
     }
-    d->tokens_per_s = b->tokens * TD_NS_PER_S / TD_MAX(took_ns, 1ull);
+    d->tokens_per_s = b->tokens * TD_NS_PER_S / TD_MAX(b->took_ns, 1ull);
     TD_FAULT_POINT("decode_step");
 }

@@ -7,6 +7,7 @@
 #include "common/model/td_stop.h"
 #include "common/node/td_node.h"
 #include "common/spec/td_draft.h"
+#include "common/spec/td_draft_stats.h"
 #include "common/spec/td_spec_cost.h"
 #include "decode_node/dcn_draft.h"
 #include "kvstore/kvs_client.h"
@@ -14,7 +15,8 @@
 
 #define DCN_TICKETS_MAX 1024u /* past it: busy */
 #define DCN_BATCH_ROWS_MAX 256u
-#define DCN_REPLAY_ROWS_MAX 64u /* rows of a step that compute again what was given up */
+#define DCN_DRAFT_PAST_MAX 1024u /* tenants, classes and drafters remembered for the router */
+#define DCN_REPLAY_ROWS_MAX 64u  /* rows of a step that compute again what was given up */
 
 typedef enum dcn_state {
     DCN_FETCHING,  /* blocks are reserved; layers come in */
@@ -80,6 +82,8 @@ typedef struct dcn_ticket {
     uint32_t live;               /* choices that still generate */
     uint32_t drafts_accepted;
     uint32_t drafts_rejected;
+    td_msg_drafts_t drafts; /* k_max 0: nothing can be drafted */
+    uint64_t running_ns;    /* since when it generates */
     bool computing;
     uint32_t *quarantined; /* owned, [blocks]; while DCN_DRAIN */
     uint32_t quarantined_count;
@@ -113,6 +117,8 @@ typedef struct dcn_batch {
     td_status_t status;
     uint64_t started_ns;
     uint64_t draft_ns; /* of the time since then, what drafting took */
+    uint64_t took_ns;
+    uint64_t plain_ns; /* estimated without drafts; not set where there were none */
 } dcn_batch_t;
 
 typedef struct dcn_node {
@@ -140,9 +146,13 @@ typedef struct dcn_node {
     uint32_t chances_used;   /* rows, by the step being made */
     bool draft_model_missed; /* a request has asked for one that is not here: said once */
     td_acceptance_t acceptance[TD_DRAFTER_KINDS][TD_DRAFT_CONFIDENCES]; /* of all choices */
-    td_memo_t *memo; /* owned; NULL: answers are not remembered */
-    td_str_t text;   /* scratch */
-    td_str_t raw;    /* scratch */
+    td_memo_t *memo;          /* owned; NULL: answers are not remembered */
+    td_draft_stats_t *past;   /* owned; what drafts were worth here lately */
+    uint64_t told_router;     /* incarnation of the router that was told it */
+    td_msg_heartbeat_t costs; /* only those of steps and passes */
+    uint64_t next_costs_ns;
+    td_str_t text; /* scratch */
+    td_str_t raw;  /* scratch */
     uint64_t tokens_per_s;
     td_metric_t *tokens;
     td_metric_t *requests_ok;
@@ -236,6 +246,20 @@ void dcn_speculate_learn(dcn_node_t *dcn, const dcn_choice_t *choice);
 void dcn_speculate_plan(dcn_node_t *dcn);
 /** How many of a part's drafts were accepted. */
 void dcn_speculate_observe(dcn_node_t *dcn, const dcn_part_t *part, uint32_t accepted);
+
+/* dcn_worth.c: what drafts were worth, and what they cost */
+/** The drafters that this node offers, a bit each. */
+uint32_t dcn_worth_drafters(const dcn_node_t *dcn);
+/** The choice's drafter is open. */
+void dcn_worth_begin(dcn_choice_t *choice);
+/** A step of a choice that drafts, of whose drafts so many were accepted. */
+void dcn_worth_step(dcn_node_t *dcn, const dcn_part_t *part, uint32_t accepted);
+/** The ticket ended well: its report is complete, and is remembered. */
+void dcn_worth_end(dcn_node_t *dcn, dcn_ticket_t *ticket);
+/** Tells a router what is remembered, once. */
+void dcn_worth_tell(dcn_node_t *dcn, uint64_t router_incarnation);
+/** Adds to a heartbeat what steps and passes cost at the batch of now. */
+void dcn_worth_costs(dcn_node_t *dcn, td_msg_heartbeat_t *load);
 
 /* dcn_stream.c: tokens to text to the router */
 /** Takes a choice's next token: text, stop conditions, message; publishes full blocks.

@@ -222,6 +222,7 @@ void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accep
     /* A draft that its drafter has cut short has cost a pass for a token that was none. */
     const uint32_t tried = part->job != NULL ? part->job->k : part->drafts;
 
+    dcn_worth_step(d, part, accepted);
     if (tried == 0) {
         return;
     }

@@ -46,6 +46,7 @@ static void send_end(dcn_node_t *d, const dcn_ticket_t *t, td_status_t status)
     msg.u.end.usage.completion_tokens = generated;
     msg.u.end.usage.accepted_draft_tokens = t->drafts_accepted;
     msg.u.end.usage.rejected_draft_tokens = t->drafts_rejected;
+    msg.u.end.drafts = t->drafts;
     if (td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
         TD_LOG_WARN("end not reported", "req=%s", t->work.request_id);
     }
@@ -116,6 +117,9 @@ void dcn_ticket_end(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
                     td_status_name(status));
     }
     td_node_forget(&d->node, t->ticket, t->attempt);
+    if (status == TD_OK) {
+        dcn_worth_end(d, t);
+    }
     send_end(d, t, status);
     t->state = DCN_DRAIN;
     if (t->fetches > 0) {

@@ -66,7 +66,13 @@ static void handle(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
 {
     bool from_router = strcmp(msg->sender_id, TD_ROUTER_ID) == 0;
 
-    if (td_member_handle(d->node.member, msg) || kvs_client_handle(d->store, msg)) {
+    if (td_member_handle(d->node.member, msg)) {
+        if (msg->type == TD_MSG_REGISTERED && msg->u.registered.accepted) {
+            dcn_worth_tell(d, msg->sender_incarnation);
+        }
+        return;
+    }
+    if (kvs_client_handle(d->store, msg)) {
         return;
     }
     if (msg->type == TD_MSG_RESERVE && from_router) {
@@ -97,7 +103,7 @@ static void drain_messages(dcn_node_t *d)
     }
 }
 
-static td_msg_heartbeat_t load_of(const dcn_node_t *d)
+static td_msg_heartbeat_t load_of(dcn_node_t *d)
 {
     td_pool_counts_t c = td_pool_counts(d->node.pool);
     td_msg_heartbeat_t load = {
@@ -109,6 +115,7 @@ static td_msg_heartbeat_t load_of(const dcn_node_t *d)
             load.queued_tokens += t->live; /* sequences running */
         }
     }
+    dcn_worth_costs(d, &load);
     return load;
 }
 
@@ -153,7 +160,9 @@ static td_status_t open_drafters(void *ctx)
     d->draft_chance_min = (float)percent / 100;
     d->draft_logprob_min = percent == 0 ? -INFINITY : (float)log((double)percent / 100);
     TD_TRY(dcn_draft_exit_open(d));
-    return dcn_draft_model_open(d);
+    TD_TRY(dcn_draft_model_open(d));
+    d->node.drafters = dcn_worth_drafters(d);
+    return TD_OK;
 }
 
 static td_status_t start(dcn_node_t *d)
@@ -173,6 +182,7 @@ static td_status_t start(dcn_node_t *d)
     d->rows_max = TD_MIN(DCN_BATCH_ROWS_MAX, d->batch_max + 128);
     setup.rows_max = setup.logit_rows_max = d->rows_max;
     dcn_metrics_declare(d);
+    TD_TRY(td_draft_stats_create(DCN_DRAFT_PAST_MAX, &d->past));
     TD_TRY(td_node_open(&d->node, &setup));
     TD_TRY(kvs_donor_create(&d->node, &d->donor));
     if (td_config_u64(c, "memo-memory") > 0) {
@@ -205,6 +215,7 @@ static void stop(dcn_node_t *d)
     kvs_client_destroy(d->store);
     td_memo_destroy(d->memo);
     td_free(d->chances);
+    td_draft_stats_destroy(d->past);
     td_str_fini(&d->text);
     td_str_fini(&d->raw);
 }

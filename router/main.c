@@ -50,6 +50,8 @@ static const td_option_t options[] = {
      "auto|none|prompt_lookup|draft_model|early_exit|memo|lookahead"},
     {"draft-max", TD_OPTION_COUNT, "16", "drafts of a step at most; 0 = no request drafts", 0,
      TD_DRAFT_TOKENS_MAX},
+    {"draft-explore", TD_OPTION_COUNT, "5",
+     "percent of open requests that try another drafter or bound of k, to learn", 0, 100},
     {"api-key-file", TD_OPTION_TEXT, NULL, "one key a line, mode 0600: then a key is needed"},
     {"queue-max", TD_OPTION_COUNT, "256", "prompts that may wait for room; past it 429", 0,
      RTR_TICKETS_MAX},
@@ -78,8 +80,8 @@ static td_status_t start_model(app_t *app)
                                &app->model));
     app->model.model.allow_placement = td_config_bool(config, "allow-placement");
     app->model.model.draft_max = (uint32_t)td_config_u64(config, "draft-max");
-    app->model.model.drafter = RTR_DRAFTER_AUTO;
-    if (strcmp(td_config_text(config, "speculation"), "auto") == 0) {
+    app->model.model.drafter_auto = strcmp(td_config_text(config, "speculation"), "auto") == 0;
+    if (app->model.model.drafter_auto) {
         return TD_OK;
     }
     return td_drafter_parse(td_config_text(config, "speculation"), &app->model.model.drafter);
@@ -100,6 +102,7 @@ static td_status_t start(app_t *app)
         .queue_max = (uint32_t)td_config_u64(config, "queue-max"),
         .queue_ms = (uint32_t)td_config_u64(config, "queue-ms"),
         .request_timeout_ms = (uint32_t)td_config_u64(config, "request-timeout-ms"),
+        .draft_explore_percent = (uint32_t)td_config_u64(config, "draft-explore"),
     };
     rtr_http_config_t http = {
         .listen = td_config_text(config, "http"),

@@ -14,12 +14,12 @@
 #include "common/model/td_tokenizer.h"
 #include "common/spec/td_draft.h"
 #include "common/wire/td_msg.h"
+#include "router/rtr_prompt_class.h"
 
 #define RTR_PROMPTS_MAX 32u
 #define RTR_N_MAX 16u
 #define RTR_MESSAGES_MAX 4096u
-#define RTR_DRAFTER_AUTO TD_DRAFTER_MEMO /* costs next to nothing where it finds nothing */
-#define RTR_TEMPERATURE_MIN 1e-4f        /* below: the argmax, since 1 / t would not be finite */
+#define RTR_TEMPERATURE_MIN 1e-4f /* below: the argmax, since 1 / t would not be finite */
 
 typedef enum rtr_kind {
     RTR_KIND_CHAT = 0,
@@ -46,15 +46,18 @@ typedef struct rtr_model {
     uint32_t context_max;  /* tokens */
     uint64_t created_s;
     bool allow_placement; /* clients may name nodes, and see them with the logits' hashes */
-    td_drafter_t drafter; /* for requests that name none */
+    bool drafter_auto;    /* of requests that name none: the loop chooses (rtr_drafters), or */
+    td_drafter_t drafter; /* this one */
     uint32_t draft_max;   /* drafts of a step, at most; 0 = no request drafts */
 } rtr_model_t;
 
 typedef struct rtr_prompt {
     uint32_t *tokens; /* owned */
     uint32_t count;
-    uint32_t max_tokens; /* >= 1, clamped to the context */
-    td_str_t text;       /* completions with echo: what was given */
+    uint32_t max_tokens;             /* >= 1, clamped to the context */
+    rtr_prompt_class_t prompt_class; /* by its tokens */
+    uint64_t hash;
+    td_str_t text; /* completions with echo: what was given */
 } rtr_prompt_t;
 
 typedef struct rtr_params {
@@ -70,8 +73,10 @@ typedef struct rtr_params {
     bool has_max_tokens;
     uint32_t max_tokens; /* as asked; each prompt has its own clamped one */
     uint32_t min_tokens;
-    int32_t priority; /* lower is served first, as with other servers */
+    int32_t priority;  /* lower is served first, as with other servers */
+    bool drafter_auto; /* which one is open; drafter is then anything but TD_DRAFTER_NONE */
     td_drafter_t drafter;
+    bool has_k;     /* k was asked for: it is both bounds */
     uint32_t k_min; /* drafts verified in a step, where there are so many */
     uint32_t k_max;
     td_draft_rule_t draft_rule;

@@ -88,6 +88,7 @@ static enum MHD_Result answer(const conn_t *conn, int status, const char *type, 
         add_header(response, "x-request-id", conn->req->request_id);
         add_header(response, "x-tandem-prefill", conn->req->prefill_id);
         add_header(response, "x-tandem-decode", conn->req->decode_id);
+        add_header(response, "x-tandem-draft", conn->req->draft);
     }
     result = MHD_queue_response(conn->mhd, (unsigned)status, response);
     MHD_destroy_response(response);
@@ -164,11 +165,19 @@ static enum MHD_Result get_ready(conn_t *conn)
 static enum MHD_Result get_metrics(conn_t *conn)
 {
     td_str_t text = {0};
-    if (td_metrics_render(conn->http->config.registry, &text) != TD_OK) {
+    if (td_metrics_render(conn->http->config.registry, &text) != TD_OK ||
+        rtr_drafters_series(rtr_loop_drafters(conn->http->config.loop), &text) != TD_OK) {
         td_str_fini(&text);
         return MHD_NO;
     }
     return answer(conn, 200, "text/plain; version=0.0.4", &text, false, "");
+}
+
+static enum MHD_Result get_drafters(conn_t *conn)
+{
+    td_str_t text = {0};
+    return answer_json(conn, rtr_drafters_json(rtr_loop_drafters(conn->http->config.loop), &text),
+                       &text);
 }
 
 static td_status_t write_page(const rtr_http_t *http, td_str_t *out)
@@ -183,7 +192,9 @@ static td_status_t write_page(const rtr_http_t *http, td_str_t *out)
         "tr:nth-child(even){background:#f2f2f2}</style></head><body><h1>Tandem</h1>"
         "<p>version %s, %u prefill, %u decode, %u kvstore live; %llu requests running, %llu "
         "prompts "
-        "queued. <a href=\"/metrics\">metrics</a></p><table><tr><th>node</th><th>role</th>"
+        "queued. <a href=\"/metrics\">metrics</a>, <a href=\"/speculation\">what drafts were "
+        "worth</a>"
+        "</p><table><tr><th>node</th><th>role</th>"
         "<th>state</th><th>incarnation</th><th>endpoint</th><th>seen, ms ago</th>"
         "<th>blocks free</th><th>prefills</th><th>sequences</th><th>tokens ahead</th></tr>\n",
         TD_VERSION, rtr_registry_live(reg, TD_ROLE_PREFILL), rtr_registry_live(reg, TD_ROLE_DECODE),
@@ -210,6 +221,7 @@ static const route_t routes[] = {
     {"POST", "/detokenize", false, true, RTR_KIND_DETOKENIZE, NULL},
     {"GET", "/v1/models", false, true, RTR_KIND_CHAT, get_models},
     {"GET", MODELS_PATH, true, true, RTR_KIND_CHAT, get_model},
+    {"GET", "/speculation", false, true, RTR_KIND_CHAT, get_drafters},
     {"GET", "/health", false, false, RTR_KIND_CHAT, get_health},
     {"GET", "/ready", false, false, RTR_KIND_CHAT, get_ready},
     {"GET", "/metrics", false, false, RTR_KIND_CHAT, get_metrics},
@@ -267,6 +279,7 @@ static enum MHD_Result answer_stream(conn_t *conn)
     add_header(response, "x-request-id", conn->req->request_id);
     add_header(response, "x-tandem-prefill", conn->req->prefill_id);
     add_header(response, "x-tandem-decode", conn->req->decode_id);
+    add_header(response, "x-tandem-draft", conn->req->draft);
     result = MHD_queue_response(conn->mhd, 200, response);
     MHD_destroy_response(response);
     return result;

@@ -15,6 +15,7 @@ struct rtr_loop {
     td_ring_t *inbox;
     rtr_hints_t *hints;
     rtr_registry_t *registry;
+    rtr_drafters_t *drafters;
     rtr_tickets_t *tickets;
     atomic_bool gone_marked; /* release: a request's mark precedes it; acquire: the loop looks */
 };
@@ -48,6 +49,8 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
                                     .queue_max = config->queue_max,
                                     .queue_ms = config->queue_ms,
                                     .request_timeout_ms = config->request_timeout_ms};
+    const rtr_drafters_config_t drafters = {.metrics = config->metrics,
+                                            .explore_percent = config->draft_explore_percent};
     td_status_t status = TD_ERR_NO_MEMORY;
 
     if (loop == NULL) {
@@ -63,6 +66,10 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
         status = rtr_registry_create(&registry, &loop->registry);
     }
     if (status == TD_OK) {
+        status = rtr_drafters_create(&drafters, &loop->drafters);
+    }
+    if (status == TD_OK) {
+        tickets.drafters = loop->drafters;
         tickets.registry = loop->registry;
         tickets.hints = loop->hints;
         status = rtr_tickets_create(&tickets, &loop->tickets);
@@ -99,6 +106,7 @@ void rtr_loop_destroy(rtr_loop_t *loop)
     }
     rtr_tickets_destroy(loop->tickets);
     rtr_registry_destroy(loop->registry);
+    rtr_drafters_destroy(loop->drafters);
     rtr_hints_destroy(loop->hints);
     if (loop->inbox != NULL) {
         td_ring_destroy(loop->inbox);
@@ -117,6 +125,21 @@ void rtr_loop_wake_gone(rtr_loop_t *loop)
     td_ring_wake(loop->inbox);
 }
 
+/* A node tells each life of the router once. */
+static bool handle_history(rtr_loop_t *loop, const td_msg_t *msg)
+{
+    uint32_t slot = RTR_PLACE_NONE;
+
+    if (msg->type != TD_MSG_DRAFT_HISTORY) {
+        return false;
+    }
+    slot = rtr_registry_find(loop->registry, msg->sender_id, msg->sender_incarnation);
+    if (slot != RTR_PLACE_NONE && rtr_registry_node(loop->registry, slot)->role == TD_ROLE_DECODE) {
+        rtr_drafters_remember(loop->drafters, &msg->u.draft_history);
+    }
+    return true;
+}
+
 static void drain_messages(rtr_loop_t *loop)
 {
     td_msg_arena_t *arena = NULL;
@@ -127,7 +150,7 @@ static void drain_messages(rtr_loop_t *loop)
             return;
         }
         if (!rtr_registry_handle(loop->registry, &msg) &&
-            !rtr_tickets_handle(loop->tickets, &msg)) {
+            !rtr_tickets_handle(loop->tickets, &msg) && !handle_history(loop, &msg)) {
             TD_LOG_DEBUG("message not for a router", "type=%d from=%s", (int)msg.type,
                          msg.sender_id);
         }
@@ -155,6 +178,7 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
     }
     rtr_registry_tick(loop->registry);
     rtr_tickets_tick(loop->tickets);
+    rtr_drafters_tick(loop->drafters);
     return readable[2];
 }
 
@@ -179,4 +203,9 @@ rtr_registry_t *rtr_loop_registry(rtr_loop_t *loop)
 rtr_tickets_t *rtr_loop_tickets(rtr_loop_t *loop)
 {
     return loop->tickets;
+}
+
+rtr_drafters_t *rtr_loop_drafters(rtr_loop_t *loop)
+{
+    return loop->drafters;
 }

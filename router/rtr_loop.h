@@ -25,6 +25,7 @@ typedef struct rtr_loop_config {
     uint32_t queue_max;
     uint32_t queue_ms;
     uint32_t request_timeout_ms;
+    uint32_t draft_explore_percent;
 } rtr_loop_config_t;
 
 typedef struct rtr_loop rtr_loop_t;
@@ -42,3 +43,4 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms);
 void rtr_loop_drain(rtr_loop_t *loop, uint32_t drain_ms);
 rtr_registry_t *rtr_loop_registry(rtr_loop_t *loop);
 rtr_tickets_t *rtr_loop_tickets(rtr_loop_t *loop);
+rtr_drafters_t *rtr_loop_drafters(rtr_loop_t *loop);

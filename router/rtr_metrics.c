@@ -1,6 +1,7 @@
 #include "router/rtr_metrics.h"
 
 #include <stddef.h>
+#include <stdio.h>
 
 #include "common/base/td_base.h"
 
@@ -57,8 +58,66 @@ static const struct {
     {AT(bus_refused), td_metrics_gauge, "tandem_router_bus_refused", NULL,
      "Messages refused since start: stale, foreign or malformed."},
 };
-_Static_assert(TD_ARRAY_LEN(table) == sizeof(rtr_metrics_t) / sizeof(td_metric_t *),
+_Static_assert(TD_ARRAY_LEN(table) == offsetof(rtr_metrics_t, drafts) / sizeof(td_metric_t *),
                "every field has a row");
+
+/* Labels are kept for ever, so they have a place for ever; equal ones, whoever declares. */
+static const char *draft_label(uint32_t drafter, uint32_t position, const char *result)
+{
+    static char labels[TD_DRAFTER_KINDS][TD_DRAFT_TOKENS_MAX + 1][2][80];
+    char *label = labels[drafter][position][result[0] == 'r' || result[0] == 'l'];
+
+    if (position == 0) {
+        (void)snprintf(label, sizeof(labels[0][0][0]), "drafter=\"%s\",result=\"%s\"",
+                       td_drafter_name((td_drafter_t)drafter), result);
+    } else {
+        (void)snprintf(label, sizeof(labels[0][0][0]),
+                       "drafter=\"%s\",position=\"%u\",result=\"%s\"",
+                       td_drafter_name((td_drafter_t)drafter), position, result);
+    }
+    return label;
+}
+
+/* Series of one name one after the other. */
+static void declare_drafts(td_metrics_t *m, rtr_draft_metrics_t *out)
+{
+    static const char *const whys[RTR_DRAFT_WHYS] = {"why=\"asked\"", "why=\"default\"",
+                                                     "why=\"learned\"", "why=\"explored\""};
+    static const char *const drafters[TD_DRAFTER_KINDS] = {
+        [TD_DRAFTER_PROMPT_LOOKUP] = "drafter=\"prompt_lookup\"",
+        [TD_DRAFTER_DRAFT_MODEL] = "drafter=\"draft_model\"",
+        [TD_DRAFTER_EARLY_EXIT] = "drafter=\"early_exit\"",
+        [TD_DRAFTER_MEMO] = "drafter=\"memo\""};
+    const char *tokens = "tandem_router_draft_tokens_total";
+    const char *tokens_help = "Drafts that were verified, by drafter and position in the draft.";
+    const char *time = "tandem_router_draft_seconds_total";
+    const char *time_help = "Time of choices that steps with drafts saved, or lost, against as "
+                            "many tokens without; estimated by the decode nodes.";
+
+    for (uint32_t i = 0; i < RTR_DRAFT_WHYS; i++) {
+        out->choices[i] = td_metrics_counter(m, "tandem_router_draft_choices_total", whys[i],
+                                             "Prompts by how their drafter was chosen.");
+    }
+    out->entries = td_metrics_gauge(m, "tandem_router_draft_entries", NULL,
+                                    "Tenants, classes and drafters that are learned from.");
+    for (uint32_t d = TD_DRAFTER_NONE + 1; d < TD_DRAFTER_KINDS; d++) {
+        out->steps[d] =
+            td_metrics_counter(m, "tandem_router_draft_steps_total", drafters[d],
+                               "Steps of choices that have this drafter, with drafts or without.");
+    }
+    for (uint32_t d = TD_DRAFTER_NONE + 1; d < TD_DRAFTER_KINDS; d++) {
+        out->saved[d] = td_metrics_seconds(m, time, draft_label(d, 0, "saved"), time_help);
+        out->lost[d] = td_metrics_seconds(m, time, draft_label(d, 0, "lost"), time_help);
+    }
+    for (uint32_t d = TD_DRAFTER_NONE + 1; d < TD_DRAFTER_KINDS; d++) {
+        for (uint32_t i = 0; i < TD_DRAFT_TOKENS_MAX; i++) {
+            out->accepted[d][i] =
+                td_metrics_counter(m, tokens, draft_label(d, i + 1, "accepted"), tokens_help);
+            out->rejected[d][i] =
+                td_metrics_counter(m, tokens, draft_label(d, i + 1, "rejected"), tokens_help);
+        }
+    }
+}
 
 void rtr_metrics_declare(td_metrics_t *registry, rtr_metrics_t *out)
 {
@@ -66,6 +125,7 @@ void rtr_metrics_declare(td_metrics_t *registry, rtr_metrics_t *out)
         td_metric_t **field = (td_metric_t **)(void *)((char *)out + table[i].at);
         *field = table[i].declare(registry, table[i].name, table[i].labels, table[i].help);
     }
+    declare_drafts(registry, &out->drafts);
 }
 
 const char *rtr_outcome_name(rtr_outcome_t outcome)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/base/td_metrics.h"
+#include "common/spec/td_draft.h"
 
 typedef enum rtr_outcome { /* how a request ended: exactly one for each (I5) */
                            RTR_OUTCOME_OK = 0,
@@ -14,6 +15,25 @@ typedef enum rtr_outcome { /* how a request ended: exactly one for each (I5) */
                            RTR_OUTCOME_SHUTDOWN,
                            RTR_OUTCOME_COUNT
 } rtr_outcome_t;
+
+typedef enum rtr_draft_why { /* how a request came to its drafter and bound of k */
+                             RTR_DRAFT_ASKED = 0, /* it, or the server's options, said so */
+                             RTR_DRAFT_DEFAULT,   /* too little is known */
+                             RTR_DRAFT_LEARNED,
+                             RTR_DRAFT_EXPLORED, /* to learn */
+                             RTR_DRAFT_WHYS
+} rtr_draft_why_t;
+
+/** By drafter; none of TD_DRAFTER_NONE. */
+typedef struct rtr_draft_metrics {
+    td_metric_t *choices[RTR_DRAFT_WHYS];
+    td_metric_t *entries;
+    td_metric_t *steps[TD_DRAFTER_KINDS];
+    td_metric_t *saved[TD_DRAFTER_KINDS];
+    td_metric_t *lost[TD_DRAFTER_KINDS];
+    td_metric_t *accepted[TD_DRAFTER_KINDS][TD_DRAFT_TOKENS_MAX];
+    td_metric_t *rejected[TD_DRAFTER_KINDS][TD_DRAFT_TOKENS_MAX];
+} rtr_draft_metrics_t;
 
 typedef struct rtr_metrics {
     td_metric_t *requests[RTR_OUTCOME_COUNT];
@@ -33,6 +53,7 @@ typedef struct rtr_metrics {
     td_metric_t *completion_tokens;
     td_metric_t *hint_blocks;
     td_metric_t *bus_refused;
+    rtr_draft_metrics_t drafts; /* the last: declared apart */
 } rtr_metrics_t;
 
 void rtr_metrics_declare(td_metrics_t *registry, rtr_metrics_t *out);

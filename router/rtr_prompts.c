@@ -370,7 +370,11 @@ td_status_t rtr_prompts_read(const rtr_parse_t *ps)
         break;
     }
     for (uint32_t i = 0; i < ps->p->prompt_count; i++) {
-        TD_TRY(fit_context(ps, &ps->p->prompts[i]));
+        rtr_prompt_t *prompt = &ps->p->prompts[i];
+        TD_TRY(fit_context(ps, prompt));
+        prompt->prompt_class = rtr_prompt_class_of(ps->model->tok, prompt->tokens, prompt->count,
+                                                   ps->p->prediction_tokens > 0);
+        prompt->hash = rtr_prompt_hash(prompt->tokens, prompt->count);
     }
     return TD_OK;
 }

@@ -386,6 +386,7 @@ static td_status_t keep_register(rtr_node_t *node, const td_msg_register_t *r)
     node->store_master = r->self.store_master;
     node->store_term = r->self.store_term;
     node->context_max = r->context_max;
+    node->drafters = r->drafters;
     node->seen_ns = td_now_ns();
     node->peers_version = 0;
     return TD_OK;

@@ -31,6 +31,7 @@ typedef struct rtr_node {
     bool store_master;
     uint64_t store_term; /* of several masters the one with the highest is named */
     uint32_t context_max;
+    uint32_t drafters; /* decode: bits of td_drafter_t that it offers; 0: it doesn't say */
     td_msg_heartbeat_t beat;
     uint64_t seen_ns;       /* last heartbeat or registration */
     uint64_t peers_version; /* of the list it was sent last */

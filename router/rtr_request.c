@@ -153,6 +153,15 @@ void rtr_request_set_nodes(rtr_request_t *req, const char *prefill_id, const cha
     (void)pthread_mutex_unlock(&req->mu);
 }
 
+void rtr_request_set_draft(rtr_request_t *req, const char *text)
+{
+    (void)pthread_mutex_lock(&req->mu);
+    if (!req->ready) {
+        (void)snprintf(req->draft, sizeof(req->draft), "%s", text);
+    }
+    (void)pthread_mutex_unlock(&req->mu);
+}
+
 td_status_t rtr_request_give(rtr_request_t *req, const char *bytes, size_t len)
 {
     td_status_t status = TD_ERR_BUSY;

@@ -15,6 +15,7 @@
 
 #define RTR_OUT_BYTES_MAX (4u << 20) /* unread bytes of a stream; past it the client is cut off */
 #define RTR_REQUEST_ID_CHARS_MAX 64u
+#define RTR_DRAFT_CHARS_MAX 63u
 
 typedef struct rtr_ticket rtr_ticket_t;
 
@@ -67,7 +68,8 @@ typedef struct rtr_request {
     bool retry_after;
     char prefill_id[TD_MSG_ID_CHARS_MAX + 1];
     char decode_id[TD_MSG_ID_CHARS_MAX + 1];
-    void (*wake)(void *ctx); /* called under mu when suspended */
+    char draft[RTR_DRAFT_CHARS_MAX + 1]; /* how it drafts, for people to read */
+    void (*wake)(void *ctx);             /* called under mu when suspended */
     void *wake_ctx;
 
     TAILQ_ENTRY(rtr_request) link;          /* the loop's, as is the rest */
@@ -90,6 +92,8 @@ void rtr_request_unref(rtr_request_t *req); /* NULL is allowed */
 TD_MUST_CHECK td_status_t rtr_request_open_choices(rtr_request_t *req);
 /** Names the nodes for the headers; has no effect once the headers are decided. */
 void rtr_request_set_nodes(rtr_request_t *req, const char *prefill_id, const char *decode_id);
+/** The same of how the first prompt drafts. */
+void rtr_request_set_draft(rtr_request_t *req, const char *text);
 /** Appends bytes of the event stream; the first ones decide the headers.
  * Errors: TD_ERR_BUSY (the client does not read), TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t rtr_request_give(rtr_request_t *req, const char *bytes, size_t len);

@@ -1,6 +1,7 @@
-/* Speculation as a request asks for it, and what it gets: the drafter and the bounds of k. The
- * decode node chooses k inside them step by step. No choice changes a token of the answer (I1),
- * unless the request asks for the rejection rule: then none changes its distribution. */
+/* Speculation as a request asks for it: the drafter and the bounds of k, as far as it says. What it
+ * leaves open is chosen when its node is known (rtr_drafters); the decode node chooses k inside the
+ * bounds step by step. No choice changes a token of the answer (I1), unless the request asks for
+ * the rejection rule: then none changes its distribution. */
 #include <string.h>
 
 #include "common/base/td_base.h"
@@ -17,8 +18,9 @@ static td_status_t read_drafter(const rtr_parse_t *ps, const json_t *value)
         return rtr_refuse(ps, "speculation", "speculation.drafter must be a string, got %s",
                           rtr_json_type(value));
     }
-    if (strcmp(name, "auto") == 0) {
-        ps->p->drafter = RTR_DRAFTER_AUTO;
+    ps->p->drafter_auto = strcmp(name, "auto") == 0;
+    if (ps->p->drafter_auto) {
+        ps->p->drafter = TD_DRAFTER_MEMO;
     } else if (td_drafter_parse(name, &ps->p->drafter) != TD_OK) {
         return rtr_refuse(ps, "speculation", "speculation.drafter must be auto, %s, got \"%.32s\"",
                           TD_DRAFTER_NAMES, name);
@@ -69,6 +71,7 @@ static td_status_t read_wish(const rtr_parse_t *ps)
         TD_TRY(read_rule(ps, rule));
     }
     TD_TRY(rtr_field_int(&inner, "k", 0, TD_DRAFT_TOKENS_MAX, &k, &has_k));
+    p->has_k = has_k;
     if (has_k) {
         p->k_max = TD_MIN((uint32_t)k, ps->model->draft_max);
         p->k_min = p->k_max;
@@ -127,11 +130,13 @@ td_status_t rtr_speculation_read(const rtr_parse_t *ps)
 {
     rtr_params_t *p = ps->p;
 
-    p->drafter = ps->model->drafter;
+    p->drafter_auto = ps->model->drafter_auto;
+    p->drafter = p->drafter_auto ? TD_DRAFTER_MEMO : ps->model->drafter;
     p->k_max = ps->model->draft_max;
     TD_TRY(read_wish(ps));
     TD_TRY(read_prediction(ps));
     if (p->drafter == TD_DRAFTER_NONE || p->k_max == 0) {
+        p->drafter_auto = false;
         p->drafter = TD_DRAFTER_NONE;
         p->k_min = 0;
         p->k_max = 0;

@@ -42,6 +42,10 @@ struct rtr_ticket {
     bool decode_done; /* END of the decode leg came, the echo did not */
     bool in_queue;
     td_msg_usage_t usage;
+    td_msg_drafts_t report; /* of the decode leg, once it ended */
+    uint64_t tenant;
+    uint32_t prompt_class; /* rtr_prompt_class_t */
+    rtr_draft_choice_t draft;
     td_block_key_t *keys; /* owned; full blocks of the prompt */
     uint32_t key_count;
     uint64_t work_tokens; /* counted on the prefill node */
@@ -144,6 +148,10 @@ static rtr_ticket_t *ticket_create(rtr_tickets_t *ts, rtr_request_t *req, uint32
     t->attempt = 1;
     t->req = req;
     t->prompt_idx = prompt_idx;
+    t->tenant = rtr_drafters_tenant(ts->config.secret, req->params.cache_salt.bytes,
+                                    req->params.cache_salt.len);
+    t->prompt_class = rtr_drafters_class(ts->config.drafters, t->tenant, prompt_of(t)->hash,
+                                         prompt_of(t)->prompt_class);
     t->prefill.slot = RTR_PLACE_NONE;
     t->decode.slot = RTR_PLACE_NONE;
     t->queue_deadline_ns = td_now_ns() + ts->config.queue_ms * TD_NS_PER_MS;
@@ -444,6 +452,23 @@ static void hold(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t prefill, uint32_t 
     d->promised_blocks += t->need_blocks;
 }
 
+/* For the decode node that was found: others offer other drafters, at other costs. */
+static void choose_draft(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    const rtr_params_t *p = &t->req->params;
+    const rtr_node_t *node = rtr_registry_node(ts->config.registry, t->decode.slot);
+    const rtr_draft_ask_t ask = {.ticket = t->id,
+                                 .tenant = t->tenant,
+                                 .prompt_class = t->prompt_class,
+                                 .is_auto = p->drafter_auto,
+                                 .drafter = p->drafter,
+                                 .has_k = p->has_k,
+                                 .k_min = p->k_min,
+                                 .k_max = p->k_max};
+
+    t->draft = rtr_drafters_choose(ts->config.drafters, &ask, node->drafters, &node->beat);
+}
+
 static td_status_t send_work(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_type_t type,
                              const leg_t *to, const leg_t *peer, uint32_t have_blocks)
 {
@@ -474,10 +499,12 @@ static td_status_t send_work(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_ty
                         .max_tokens = prompt->max_tokens,
                         .min_tokens = p->min_tokens,
                         .priority = p->priority,
-                        .drafter = p->drafter,
-                        .k_min = p->k_min,
-                        .k_max = p->k_max,
+                        .drafter = t->draft.drafter,
+                        .k_min = t->draft.k_min,
+                        .k_max = t->draft.k_max,
                         .draft_rule = p->draft_rule,
+                        .tenant = t->tenant,
+                        .prompt_class = t->prompt_class,
                         .prediction = p->prediction,
                         .prediction_tokens = p->prediction_tokens,
                         .ignore_eos = p->ignore_eos,
@@ -585,6 +612,7 @@ static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
         }
         ts->turn++;
         hold(ts, t, prefill, decode);
+        choose_draft(ts, t);
         if (send_work(ts, t, TD_MSG_RESERVE, &t->decode, &t->prefill, 0) == TD_OK) {
             t->state = STATE_RESERVING;
             t->reserve_deadline_ns = td_now_ns() + RTR_RESERVE_MS * TD_NS_PER_MS;
@@ -682,6 +710,7 @@ static void handle_reserved(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *
     queue_leave(ts, t);
     t->state = STATE_RUNNING;
     t->start_ns = td_now_ns();
+    rtr_drafters_count(ts->config.drafters, &t->draft);
     if (send_work(ts, t, TD_MSG_START, &t->prefill, &t->decode, m->have_blocks) != TD_OK) {
         ticket_failed(ts, t, TD_ERR_PEER_DEAD, t->prefill.slot, "start not sent");
         return;
@@ -764,6 +793,8 @@ static void ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
     u->accepted_draft_tokens += t->usage.accepted_draft_tokens;
     u->rejected_draft_tokens += t->usage.rejected_draft_tokens;
     rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
+    rtr_drafters_answered(ts->config.drafters, t->tenant, t->prompt_class, prompt_of(t)->hash,
+                          &t->report);
     ticket_destroy(ts, t, false);
     if (req->tickets_left == 0) {
         request_complete(ts, req);
@@ -800,6 +831,16 @@ static void handle_prompt_logprobs(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr
     }
 }
 
+static void name_draft(rtr_ticket_t *t)
+{
+    char text[RTR_DRAFT_CHARS_MAX + 1];
+
+    (void)snprintf(text, sizeof(text), "%s k=%u-%u %s %s", td_drafter_name(t->draft.drafter),
+                   t->draft.k_min, t->draft.k_max, rtr_draft_why_name(t->draft.why),
+                   rtr_prompt_class_name(t->prompt_class));
+    rtr_request_set_draft(t->req, text);
+}
+
 static void handle_tokens(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *msg)
 {
     const td_msg_tokens_t *m = &msg->u.tokens;
@@ -834,6 +875,7 @@ static void handle_tokens(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *ms
     if (t->prompt_idx == 0 && choice->received == m->count) {
         rtr_request_set_nodes(req, rtr_registry_node(ts->config.registry, t->prefill.slot)->id,
                               msg->sender_id);
+        name_draft(t);
     }
     if (!req->params.stream || holds_for_echo(t)) {
         if (rtr_choice_append(choice, &piece) != TD_OK) {
@@ -890,6 +932,7 @@ static void decode_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t 
     t->usage.completion_tokens = received;
     t->usage.accepted_draft_tokens = m->usage.accepted_draft_tokens;
     t->usage.rejected_draft_tokens = m->usage.rejected_draft_tokens;
+    t->report = m->drafts;
     t->usage.cached_local_tokens =
         TD_MAX(t->usage.cached_local_tokens, m->usage.cached_local_tokens);
     t->usage.cached_store_tokens =

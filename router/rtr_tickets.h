@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "common/wire/td_bus.h"
+#include "router/rtr_drafters.h"
 #include "router/rtr_registry.h"
 #include "router/rtr_request.h"
 
@@ -22,6 +23,7 @@ typedef struct rtr_tickets_config {
     td_bus_t *bus;
     rtr_registry_t *registry;
     rtr_hints_t *hints;
+    rtr_drafters_t *drafters;
     rtr_metrics_t *metrics;
     const rtr_model_t *model;
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */

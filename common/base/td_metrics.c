@@ -7,7 +7,7 @@
 
 #define BUCKET_NS_FIRST 500000ull /* 0.5 ms; each next one doubles */
 
-typedef enum metric_kind { KIND_COUNTER, KIND_GAUGE, KIND_HISTOGRAM } metric_kind_t;
+typedef enum metric_kind { KIND_COUNTER, KIND_GAUGE, KIND_HISTOGRAM, KIND_SECONDS } metric_kind_t;
 
 struct td_metric {
     metric_kind_t kind;
@@ -78,6 +78,12 @@ td_metric_t *td_metrics_gauge(td_metrics_t *metrics, const char *name, const cha
     return metric_new(metrics, KIND_GAUGE, name, labels, help);
 }
 
+td_metric_t *td_metrics_seconds(td_metrics_t *metrics, const char *name, const char *labels,
+                                const char *help)
+{
+    return metric_new(metrics, KIND_SECONDS, name, labels, help);
+}
+
 td_metric_t *td_metrics_histogram(td_metrics_t *metrics, const char *name, const char *labels,
                                   const char *help)
 {
@@ -134,9 +140,24 @@ static td_status_t render_histogram(const td_metric_t *m, td_str_t *out)
                          (unsigned long long)td_metric_get(m));
 }
 
+static td_status_t render_value(const td_metric_t *m, td_str_t *out)
+{
+    const char *open = m->labels != NULL ? "{" : "";
+    const char *labels = m->labels != NULL ? m->labels : "";
+    const char *close = m->labels != NULL ? "}" : "";
+    const uint64_t value = td_metric_get(m);
+
+    if (m->kind == KIND_SECONDS) {
+        return td_str_printf(out, "%s%s%s%s %.9f\n", m->name, open, labels, close,
+                             (double)value / 1e9);
+    }
+    return td_str_printf(out, "%s%s%s%s %llu\n", m->name, open, labels, close,
+                         (unsigned long long)value);
+}
+
 td_status_t td_metrics_render(const td_metrics_t *metrics, td_str_t *out)
 {
-    static const char *const kinds[] = {"counter", "gauge", "histogram"};
+    static const char *const kinds[] = {"counter", "gauge", "histogram", "counter"};
     const char *family = "";
     uint32_t count = (uint32_t)atomic_load_explicit(&metrics->count, memory_order_acquire);
 
@@ -149,11 +170,8 @@ td_status_t td_metrics_render(const td_metrics_t *metrics, td_str_t *out)
         }
         if (m->kind == KIND_HISTOGRAM) {
             TD_TRY(render_histogram(m, out));
-        } else if (m->labels != NULL) {
-            TD_TRY(td_str_printf(out, "%s{%s} %llu\n", m->name, m->labels,
-                                 (unsigned long long)td_metric_get(m)));
         } else {
-            TD_TRY(td_str_printf(out, "%s %llu\n", m->name, (unsigned long long)td_metric_get(m)));
+            TD_TRY(render_value(m, out));
         }
     }
     return TD_OK;

@@ -24,6 +24,9 @@ td_metric_t *td_metrics_counter(td_metrics_t *metrics, const char *name, const c
                                 const char *help);
 td_metric_t *td_metrics_gauge(td_metrics_t *metrics, const char *name, const char *labels,
                               const char *help);
+/** A counter of time, shown in seconds: td_metric_add() takes ns. */
+td_metric_t *td_metrics_seconds(td_metrics_t *metrics, const char *name, const char *labels,
+                                const char *help);
 /** Histogram over 0.5 ms .. 16 s in factors of two (seconds). */
 td_metric_t *td_metrics_histogram(td_metrics_t *metrics, const char *name, const char *labels,
                                   const char *help);

@@ -168,7 +168,8 @@ static td_status_t open_membership(td_node_t *n)
                               .numerics_class = n->info->numerics_class,
                               .kv_codec = td_kv_codec_name(n->info->kv.codec),
                               .context_max = n->info->context_max,
-                              .version = TD_VERSION};
+                              .version = TD_VERSION,
+                              .drafters = n->drafters};
     td_block_root_t root;
     td_block_key_t probe;
 

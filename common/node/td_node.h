@@ -91,6 +91,7 @@ typedef struct td_node {
     uint32_t forgotten_next;
     td_member_events_t events; /* the node's own, called after ours */
     td_role_t role;
+    uint32_t drafters; /* registered: a bit of each drafter that a decode node offers */
 } td_node_t;
 
 typedef struct td_node_setup {

@@ -19,6 +19,10 @@
 #define TD_MSG_BLOCKS_MAX (1u << 17)
 #define TD_MSG_CHOICES_MAX 128u
 #define TD_MSG_DRAFTS_MAX 16u /* of one step */
+#define TD_MSG_DRAFTERS_MAX 32u
+#define TD_MSG_COST_MAX 1e6f        /* times a step without drafts */
+#define TD_MSG_DRAFT_PAST_MAX 256u  /* of one message */
+#define TD_MSG_DRAFT_WEIGHT_MAX 1e9 /* of a number in it */
 #define TD_MSG_STOPS_MAX 16u
 #define TD_MSG_STOP_BYTES_MAX 1024u
 #define TD_MSG_PEERS_MAX 1024u
@@ -40,6 +44,7 @@ typedef enum td_msg_type {
     TD_MSG_CANCEL = 27,
     TD_MSG_TOKENS = 28,
     TD_MSG_END = 29,
+    TD_MSG_DRAFT_HISTORY = 30,
     TD_MSG_PUT_START = 40,
     TD_MSG_PUT_RESULT = 41,
     TD_MSG_STORE_ORDER = 42,
@@ -99,6 +104,7 @@ typedef struct td_msg_register {
     td_bytes_t probe_key;
     uint32_t context_max;
     const char *version;
+    uint32_t drafters; /* decode: bits of td_drafter_t that it offers */
 } td_msg_register_t;
 
 typedef struct td_msg_registered {
@@ -121,6 +127,12 @@ typedef struct td_msg_heartbeat {
     uint32_t free_blocks;
     uint32_t total_blocks;
     uint64_t tokens_per_s;
+    /* Decode: a choice's share of a step by its drafts, relative to one without, at the batch of
+     * now; and of a pass of each drafter, by td_drafter_t: 0 = it needs none. >= 0. */
+    uint32_t step_cost_count; /* 0: nothing is said */
+    uint32_t pass_cost_count;
+    float step_costs[TD_MSG_DRAFTS_MAX + 1];
+    float pass_costs[TD_MSG_DRAFTERS_MAX];
 } td_msg_heartbeat_t;
 
 typedef struct td_msg_lease {
@@ -155,6 +167,8 @@ typedef struct td_msg_work { /* RESERVE and START */
     uint32_t draft_rule;        /* td_draft_rule_t */
     const uint32_t *prediction; /* [prediction_tokens]: what the client expects */
     uint32_t prediction_tokens;
+    uint64_t tenant; /* what drafts were worth is kept by these two */
+    uint32_t prompt_class;
     bool ignore_eos;
     bool want_logprobs;
     uint32_t top_logprobs;
@@ -246,13 +260,43 @@ typedef struct td_msg_tokens {
     td_bytes_t stop_match;
 } td_msg_tokens_t;
 
+/** What a request's drafts were worth, by position in the draft. */
+typedef struct td_msg_drafts {
+    uint32_t drafter; /* td_drafter_t */
+    uint32_t k_max;   /* positions that a draft could have; 0: nothing is said */
+    uint32_t steps;   /* of all choices, behind their first tokens */
+    uint32_t drafted[TD_MSG_DRAFTS_MAX];
+    uint32_t accepted[TD_MSG_DRAFTS_MAX];
+    uint32_t tokens; /* that these steps gave */
+    uint64_t decode_ns;
+    int64_t saved_ns; /* estimated; below 0: steps without drafts would have been faster */
+} td_msg_drafts_t;
+
 typedef struct td_msg_end {
     uint64_t ticket;
     uint32_t attempt;
     td_role_t leg;
     td_status_t status;
     td_msg_usage_t usage;
+    td_msg_drafts_t drafts;
 } td_msg_end_t;
+
+/** What drafts were worth lately: as td_draft_past_t (common/spec). */
+typedef struct td_msg_draft_past {
+    uint64_t tenant;
+    uint32_t prompt_class;
+    uint32_t drafter;
+    double steps[TD_MSG_DRAFTS_MAX];
+    double drafted[TD_MSG_DRAFTS_MAX];
+    double accepted[TD_MSG_DRAFTS_MAX];
+    double tokens;
+    double decode_s;
+} td_msg_draft_past_t;
+
+typedef struct td_msg_draft_history {
+    uint32_t count; /* <= TD_MSG_DRAFT_PAST_MAX */
+    const td_msg_draft_past_t *past;
+} td_msg_draft_history_t;
 
 #define TD_MSG_PIN_MAX 2u /* none, soft, hard */
 #define TD_MSG_MANIFEST_KEYS_MAX 1024u
@@ -328,6 +372,7 @@ typedef struct td_msg {
         td_msg_ticket_t ticket;
         td_msg_tokens_t tokens;
         td_msg_end_t end;
+        td_msg_draft_history_t draft_history;
         td_msg_blocks_t blocks;
         td_msg_lookup_result_t found;
     } u;

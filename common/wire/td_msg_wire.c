@@ -143,6 +143,7 @@ static td_status_t encode_register(const td_msg_t *msg, PB(Envelope) * env, td_s
     pb.probe_key = pb_bytes(m->probe_key);
     pb.context_max = m->context_max;
     pb.version = pb_text(m->version);
+    pb.drafters = m->drafters;
     env->body_case = TANDEM__V1__ENVELOPE__BODY_REGISTER;
     env->register_ = &pb;
     return pack(msg, env, out);
@@ -200,6 +201,10 @@ static td_status_t encode_heartbeat(const td_msg_t *msg, PB(Envelope) * env, td_
     pb.free_blocks = m->free_blocks;
     pb.total_blocks = m->total_blocks;
     pb.tokens_per_s = m->tokens_per_s;
+    TD_ASSERT(m->step_cost_count <= TD_MSG_DRAFTS_MAX + 1 &&
+              m->pass_cost_count <= TD_MSG_DRAFTERS_MAX);
+    PB_ARRAY(pb, step_costs, float, m->step_costs, m->step_cost_count);
+    PB_ARRAY(pb, pass_costs, float, m->pass_costs, m->pass_cost_count);
     env->body_case = TANDEM__V1__ENVELOPE__BODY_HEARTBEAT;
     env->heartbeat = &pb;
     return pack(msg, env, out);
@@ -253,6 +258,8 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     pb.k_max = m->k_max;
     pb.draft_rule = m->draft_rule;
     PB_ARRAY(pb, prediction, uint32_t, m->prediction, m->prediction_tokens);
+    pb.tenant = m->tenant;
+    pb.prompt_class = m->prompt_class;
     pb.ignore_eos = m->ignore_eos;
     pb.want_logprobs = m->want_logprobs;
     pb.top_logprobs = m->top_logprobs;
@@ -387,10 +394,23 @@ static td_status_t encode_tokens(const td_msg_t *msg, PB(Envelope) * env, td_str
 static td_status_t encode_end(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_end_t *m = &msg->u.end;
+    const td_msg_drafts_t *d = &m->drafts;
     PB(End) pb = TANDEM__V1__END__INIT;
+    PB(Drafts) drafts = TANDEM__V1__DRAFTS__INIT;
     PB(Usage) usage;
 
     fill_usage(&m->usage, &usage);
+    TD_ASSERT(d->k_max <= TD_MSG_DRAFTS_MAX);
+    if (d->k_max > 0) {
+        drafts.drafter = d->drafter;
+        drafts.steps = d->steps;
+        PB_ARRAY(drafts, drafted, uint32_t, d->drafted, d->k_max);
+        PB_ARRAY(drafts, accepted, uint32_t, d->accepted, d->k_max);
+        drafts.tokens = d->tokens;
+        drafts.decode_ns = d->decode_ns;
+        drafts.saved_ns = d->saved_ns;
+        pb.drafts = &drafts;
+    }
     pb.ticket = m->ticket;
     pb.attempt = m->attempt;
     pb.leg = (PB(Role))m->leg;
@@ -398,6 +418,40 @@ static td_status_t encode_end(const td_msg_t *msg, PB(Envelope) * env, td_str_t 
     pb.usage = &usage;
     env->body_case = TANDEM__V1__ENVELOPE__BODY_END;
     env->end = &pb;
+    return pack(msg, env, out);
+}
+
+static void fill_past(const td_msg_draft_past_t *past, PB(DraftPast) * pb)
+{
+    tandem__v1__draft_past__init(pb);
+    pb->tenant = past->tenant;
+    pb->prompt_class = past->prompt_class;
+    pb->drafter = past->drafter;
+    PB_ARRAY(*pb, steps, double, past->steps, TD_MSG_DRAFTS_MAX);
+    PB_ARRAY(*pb, drafted, double, past->drafted, TD_MSG_DRAFTS_MAX);
+    PB_ARRAY(*pb, accepted, double, past->accepted, TD_MSG_DRAFTS_MAX);
+    pb->tokens = past->tokens;
+    pb->decode_s = past->decode_s;
+}
+
+static td_status_t encode_draft_history(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
+{
+    const td_msg_draft_history_t *m = &msg->u.draft_history;
+    PB(DraftHistory) pb = TANDEM__V1__DRAFT_HISTORY__INIT;
+    PB(DraftPast) past[TD_MSG_DRAFT_PAST_MAX];
+    PB(DraftPast) * list[TD_MSG_DRAFT_PAST_MAX];
+
+    if (m->count > TD_MSG_DRAFT_PAST_MAX) {
+        return TD_ERR_TOO_LARGE;
+    }
+    for (uint32_t i = 0; i < m->count; i++) {
+        fill_past(&m->past[i], &past[i]);
+        list[i] = &past[i];
+    }
+    pb.past = list;
+    pb.n_past = m->count;
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_DRAFT_HISTORY;
+    env->draft_history = &pb;
     return pack(msg, env, out);
 }
 
@@ -586,6 +640,8 @@ td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out)
         return encode_tokens(msg, &env, out);
     case TD_MSG_END:
         return encode_end(msg, &env, out);
+    case TD_MSG_DRAFT_HISTORY:
+        return encode_draft_history(msg, &env, out);
     case TD_MSG_PUT_START:
     case TD_MSG_PUT_RESULT:
     case TD_MSG_STORE_ORDER:
@@ -695,7 +751,34 @@ static td_status_t read_register(const PB(Register) * pb, td_msg_register_t *m)
     m->probe_key = from_bytes(&pb->probe_key);
     m->context_max = pb->context_max;
     m->version = pb->version;
+    m->drafters = pb->drafters;
     return TD_OK;
+}
+
+static td_status_t read_costs(const float *costs, size_t count, size_t limit, float *out)
+{
+    MUST(count <= limit, "heartbeat: too many costs");
+    for (size_t i = 0; i < count; i++) {
+        MUST(costs[i] >= 0 && costs[i] <= TD_MSG_COST_MAX, "heartbeat: a cost that is none");
+        out[i] = costs[i];
+    }
+    return TD_OK;
+}
+
+static td_status_t read_heartbeat(const PB(Heartbeat) * pb, td_msg_heartbeat_t *m)
+{
+    *m = (td_msg_heartbeat_t){
+        .queued_requests = pb->queued_requests,
+        .queued_tokens = pb->queued_tokens,
+        .free_blocks = pb->free_blocks,
+        .total_blocks = pb->total_blocks,
+        .tokens_per_s = pb->tokens_per_s,
+        .step_cost_count = (uint32_t)pb->n_step_costs,
+        .pass_cost_count = (uint32_t)pb->n_pass_costs,
+    };
+    TD_TRY(
+        read_costs(pb->step_costs, pb->n_step_costs, TD_ARRAY_LEN(m->step_costs), m->step_costs));
+    return read_costs(pb->pass_costs, pb->n_pass_costs, TD_ARRAY_LEN(m->pass_costs), m->pass_costs);
 }
 
 static td_status_t read_peers(const PB(Peers) * pb, td_msg_peers_t *m, td_msg_arena_t *arena)
@@ -772,6 +855,8 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
         .draft_rule = pb->draft_rule,
         .prediction = pb->prediction,
         .prediction_tokens = (uint32_t)pb->n_prediction,
+        .tenant = pb->tenant,
+        .prompt_class = pb->prompt_class,
         .ignore_eos = pb->ignore_eos,
         .want_logprobs = pb->want_logprobs,
         .top_logprobs = pb->top_logprobs,
@@ -890,6 +975,26 @@ static td_status_t read_tokens(const PB(Tokens) * pb, td_msg_tokens_t *m)
     return read_logprobs(pb->logprobs, pb->n_tokens, &m->logprobs);
 }
 
+static td_status_t read_drafts(const PB(Drafts) * pb, td_msg_drafts_t *m)
+{
+    MUST(pb->n_drafted >= 1 && pb->n_drafted <= TD_MSG_DRAFTS_MAX &&
+             pb->n_accepted == pb->n_drafted,
+         "end: lengths of drafts");
+    for (size_t i = 0; i < pb->n_drafted; i++) {
+        MUST(pb->accepted[i] <= pb->drafted[i] && pb->drafted[i] <= pb->steps,
+             "end: more accepted than drafted, or drafted than steps");
+        m->drafted[i] = pb->drafted[i];
+        m->accepted[i] = pb->accepted[i];
+    }
+    m->drafter = pb->drafter;
+    m->k_max = (uint32_t)pb->n_drafted;
+    m->steps = pb->steps;
+    m->tokens = pb->tokens;
+    m->decode_ns = pb->decode_ns;
+    m->saved_ns = pb->saved_ns;
+    return TD_OK;
+}
+
 static td_status_t read_end(const PB(End) * pb, td_msg_end_t *m)
 {
     MUST(pb->leg == TANDEM__V1__ROLE__ROLE_PREFILL || pb->leg == TANDEM__V1__ROLE__ROLE_DECODE,
@@ -899,6 +1004,52 @@ static td_status_t read_end(const PB(End) * pb, td_msg_end_t *m)
     m->leg = (td_role_t)pb->leg;
     m->status = (td_status_t)pb->status;
     read_usage(pb->usage, &m->usage);
+    return pb->drafts == NULL ? TD_OK : read_drafts(pb->drafts, &m->drafts);
+}
+
+static bool is_weight(double value)
+{
+    return value >= 0 && value <= TD_MSG_DRAFT_WEIGHT_MAX; /* nor is it a NaN */
+}
+
+static td_status_t read_past(const PB(DraftPast) * pb, td_msg_draft_past_t *m)
+{
+    MUST(pb->n_steps == TD_MSG_DRAFTS_MAX && pb->n_drafted == TD_MSG_DRAFTS_MAX &&
+             pb->n_accepted == TD_MSG_DRAFTS_MAX,
+         "draft_history: array lengths");
+    MUST(is_weight(pb->tokens) && is_weight(pb->decode_s), "draft_history: tokens or time");
+    for (size_t i = 0; i < TD_MSG_DRAFTS_MAX; i++) {
+        MUST(is_weight(pb->steps[i]) && is_weight(pb->drafted[i]) && is_weight(pb->accepted[i]) &&
+                 pb->accepted[i] <= pb->drafted[i] && pb->drafted[i] <= pb->steps[i],
+             "draft_history: more accepted than drafted, or drafted than steps");
+    }
+    m->tenant = pb->tenant;
+    m->prompt_class = pb->prompt_class;
+    m->drafter = pb->drafter;
+    memcpy(m->steps, pb->steps, sizeof(m->steps));
+    memcpy(m->drafted, pb->drafted, sizeof(m->drafted));
+    memcpy(m->accepted, pb->accepted, sizeof(m->accepted));
+    m->tokens = pb->tokens;
+    m->decode_s = pb->decode_s;
+    return TD_OK;
+}
+
+static td_status_t read_draft_history(const PB(DraftHistory) * pb, td_msg_draft_history_t *m,
+                                      td_msg_arena_t *arena)
+{
+    td_msg_draft_past_t *past = NULL;
+
+    MUST(pb->n_past <= TD_MSG_DRAFT_PAST_MAX, "draft_history: too many entries");
+    past = td_calloc(pb->n_past, sizeof(*past));
+    if (past == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    arena->extra = past;
+    for (size_t i = 0; i < pb->n_past; i++) {
+        TD_TRY(read_past(pb->past[i], &past[i]));
+    }
+    m->count = (uint32_t)pb->n_past;
+    m->past = past;
     return TD_OK;
 }
 
@@ -1050,14 +1201,7 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
     case TANDEM__V1__ENVELOPE__BODY_PEERS:
         return read_peers(env->peers, &msg->u.peers, arena);
     case TANDEM__V1__ENVELOPE__BODY_HEARTBEAT:
-        msg->u.heartbeat = (td_msg_heartbeat_t){
-            .queued_requests = env->heartbeat->queued_requests,
-            .queued_tokens = env->heartbeat->queued_tokens,
-            .free_blocks = env->heartbeat->free_blocks,
-            .total_blocks = env->heartbeat->total_blocks,
-            .tokens_per_s = env->heartbeat->tokens_per_s,
-        };
-        return TD_OK;
+        return read_heartbeat(env->heartbeat, &msg->u.heartbeat);
     case TANDEM__V1__ENVELOPE__BODY_LEASE:
         msg->u.lease.lease_ms = env->lease->lease_ms;
         return TD_OK;
@@ -1088,6 +1232,8 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
         return read_tokens(env->tokens, &msg->u.tokens);
     case TANDEM__V1__ENVELOPE__BODY_END:
         return read_end(env->end, &msg->u.end);
+    case TANDEM__V1__ENVELOPE__BODY_DRAFT_HISTORY:
+        return read_draft_history(env->draft_history, &msg->u.draft_history, arena);
     case TANDEM__V1__ENVELOPE__BODY_PUT_START:
         return read_put_start(env->put_start, &msg->u.blocks);
     case TANDEM__V1__ENVELOPE__BODY_PUT_RESULT:

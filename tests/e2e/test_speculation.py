@@ -28,8 +28,9 @@ def test_i1_speculation_any_k_gives_the_same_tokens(options):
         for sampling in SAMPLINGS:
             expected, details = ask(c, prompt, {"drafter": "none"}, **sampling)
             assert accepted(details) == details["rejected_prediction_tokens"] == 0
+            # Each k of each drafter once; the samplings share them out.
             for drafter in ("prompt_lookup", "memo", "lookahead"):
-                for k in range(0, 9):
+                for k in range(0, 9) if sampling in SAMPLINGS[1:3] else (1, 4, 8):
                     got, details = ask(c, prompt, {"drafter": drafter, "k": k}, **sampling)
                     assert got == expected, (prompt, sampling, drafter, k, got, expected)
                     assert k > 0 or accepted(details) == 0

@@ -264,6 +264,7 @@ def test_i1_small_draft_pool(options):
     doesn't draft."""
     for blocks in (24, 4):
         with Cluster(options.bin, draft_model=truncated(options, 10),
+                     router_args=["--draft-explore", "0"],
                      decode_args=["--draft-kv-memory", str(blocks * DRAFT_BLOCK_BYTES)]) as c:
             for _ in range(24):  # outputs are short, it learns, and promises little
                 c.complete(FREE, max_tokens=4, ignore_eos=True)

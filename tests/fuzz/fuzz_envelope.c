@@ -46,6 +46,15 @@ static const uint32_t segment_of[] = {0, 1};
 static const uint64_t u64s[] = {1, 2, 0xffffffffffffffff};
 static const float floats[] = {-0.5f, -1, -2};
 static const td_block_key_t keys[3] = {{{1}}, {{2}}, {{3}}};
+static const td_msg_draft_past_t past[2] = {{.tenant = 1,
+                                             .prompt_class = 2,
+                                             .drafter = 4,
+                                             .steps = {9, 8},
+                                             .drafted = {4, 3},
+                                             .accepted = {2.5, 0.5},
+                                             .tokens = 40,
+                                             .decode_s = 0.5},
+                                            {.drafter = 2}};
 static const td_status_t statuses[] = {TD_OK, TD_INPROGRESS, TD_ERR_BUSY};
 static const char *const names[] = {"s1", "s2"};
 static const td_bytes_t stops[] = {{(const uint8_t *)"x", 1}, {(const uint8_t *)"yz", 2}};
@@ -80,7 +89,8 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
                                          .probe_key = {keys[0].bytes, 16},
                                          .context_max = 8192,
                                          .version = "0",
-                                         .kv_codec = "i8"};
+                                         .kv_codec = "i8",
+                                         .drafters = 26};
         msg->u.reg.self.region = (td_msg_region_t){.ucx_address = {keys[0].bytes, 8},
                                                    .ucx_rkey = {keys[1].bytes, 8},
                                                    .base = 4096,
@@ -94,7 +104,7 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
         msg->u.peers = (td_msg_peers_t){.version = 2, .count = 2, .peers = peers};
         break;
     case TD_MSG_HEARTBEAT:
-        msg->u.heartbeat = (td_msg_heartbeat_t){1, 2, 3, 4, 5};
+        msg->u.heartbeat = (td_msg_heartbeat_t){1, 2, 3, 4, 5, 2, 3, {1, 1.25f}, {0, 0, 0.5f}};
         break;
     case TD_MSG_LEASE:
         msg->u.lease.lease_ms = 5000;
@@ -111,6 +121,8 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
                                       .bias_values = floats,
                                       .n = 2,
                                       .max_tokens = 4,
+                                      .tenant = 8,
+                                      .prompt_class = 3,
                                       .stop_count = 2,
                                       .stops = stops,
                                       .peer_id = "p1",
@@ -147,6 +159,17 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
         break;
     case TD_MSG_END:
         msg->u.end = (td_msg_end_t){.ticket = 1, .leg = TD_ROLE_DECODE, .status = TD_ERR_BUSY};
+        msg->u.end.drafts = (td_msg_drafts_t){.drafter = 4,
+                                              .k_max = 3,
+                                              .steps = 9,
+                                              .drafted = {7, 5, 1},
+                                              .accepted = {5, 1},
+                                              .tokens = 15,
+                                              .decode_ns = 1000,
+                                              .saved_ns = -7};
+        break;
+    case TD_MSG_DRAFT_HISTORY:
+        msg->u.draft_history = (td_msg_draft_history_t){.count = 2, .past = past};
         break;
     case TD_MSG_PUT_START:
     case TD_MSG_PUT_RESULT:
@@ -188,14 +211,14 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
 }
 
 static const td_msg_type_t types[] = {
-    TD_MSG_REGISTER,     TD_MSG_REGISTERED,    TD_MSG_PEERS,         TD_MSG_HEARTBEAT,
-    TD_MSG_LEASE,        TD_MSG_RESERVE,       TD_MSG_RESERVED,      TD_MSG_START,
-    TD_MSG_LAYERS_READY, TD_MSG_KV_READY,      TD_MSG_KV_ACK,        TD_MSG_KV_FAILED,
-    TD_MSG_CANCEL,       TD_MSG_TOKENS,        TD_MSG_END,           TD_MSG_PUT_START,
-    TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,   TD_MSG_STORE_DONE,    TD_MSG_EVICT_ORDER,
-    TD_MSG_LOOKUP,       TD_MSG_LOOKUP_RESULT, TD_MSG_STORE_PIN,     TD_MSG_STORE_REMOVE,
-    TD_MSG_STORE_RESULT, TD_MSG_MOUNT,         TD_MSG_PROMOTE_ORDER, TD_MSG_STORE_MANIFEST,
-    TD_MSG_PIN_ORDER};
+    TD_MSG_REGISTER,       TD_MSG_REGISTERED,   TD_MSG_PEERS,         TD_MSG_HEARTBEAT,
+    TD_MSG_LEASE,          TD_MSG_RESERVE,      TD_MSG_RESERVED,      TD_MSG_START,
+    TD_MSG_LAYERS_READY,   TD_MSG_KV_READY,     TD_MSG_KV_ACK,        TD_MSG_KV_FAILED,
+    TD_MSG_DRAFT_HISTORY,  TD_MSG_CANCEL,       TD_MSG_TOKENS,        TD_MSG_END,
+    TD_MSG_PUT_START,      TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,   TD_MSG_STORE_DONE,
+    TD_MSG_EVICT_ORDER,    TD_MSG_LOOKUP,       TD_MSG_LOOKUP_RESULT, TD_MSG_STORE_PIN,
+    TD_MSG_STORE_REMOVE,   TD_MSG_STORE_RESULT, TD_MSG_MOUNT,         TD_MSG_PROMOTE_ORDER,
+    TD_MSG_STORE_MANIFEST, TD_MSG_PIN_ORDER};
 
 static int make_corpus(const char *dir)
 {

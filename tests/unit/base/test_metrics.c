@@ -20,6 +20,7 @@ static void test_metrics_render_as_prometheus_text(void **state)
     a = td_metrics_counter(metrics, "t_total", "k=\"a\"", "help");
     b = td_metrics_counter(metrics, "t_total", "k=\"b\"", "help");
     h = td_metrics_histogram(metrics, "t_seconds", NULL, "time");
+    td_metric_add(td_metrics_seconds(metrics, "spent_seconds_total", NULL, "time"), 1500000000);
     td_metric_add(a, 3);
     td_metric_add(b, 4);
     td_metric_observe_ns(h, 1000000);     /* 1 ms */
@@ -32,6 +33,8 @@ static void test_metrics_render_as_prometheus_text(void **state)
     assert_non_null(strstr(out.bytes, "t_seconds_bucket{le=\"+Inf\"} 2\n"));
     assert_non_null(strstr(out.bytes, "t_seconds_sum 90.001"));
     assert_non_null(strstr(out.bytes, "t_seconds_count 2\n"));
+    assert_non_null(strstr(out.bytes, "# TYPE spent_seconds_total counter\n"
+                                      "spent_seconds_total 1.500000000\n"));
     td_str_fini(&out);
     td_metrics_destroy(metrics);
 }

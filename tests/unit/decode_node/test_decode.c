@@ -744,6 +744,114 @@ static void test_i3_decode_refuses_a_list_of_other_blocks_than_are_seen(void **s
     assert_nothing_held(w);
 }
 
+/* --- what drafts were worth ------------------------------------------------------------------- */
+
+/* A request of two choices: one step of four drafts and two accepted, one of a draft and none, one
+ * without drafts. */
+static void run_drafts(const world_t *w, uint64_t tenant)
+{
+    dcn_node_t *d = w->dcn;
+    dcn_ticket_t t = {.work = {.tenant = tenant, .prompt_class = 3, .k_max = 4}};
+    dcn_choice_t choices[2] = {{.ticket = &t, .drafter = TD_DRAFTER_MEMO},
+                               {.ticket = &t, .drafter = TD_DRAFTER_MEMO}};
+    dcn_part_t part = {.ticket = &t, .choice = &choices[0], .drafts = 4};
+    const uint32_t drafted[] = {2, 1, 1, 1, 0};
+    const uint32_t accepted[] = {1, 1, 0, 0, 0};
+
+    d->batch.plain_ns = 100;
+    d->batch.took_ns = 130;
+    t.running_ns = td_now_ns();
+    dcn_worth_begin(&choices[0]);
+    dcn_worth_begin(&choices[1]);
+    dcn_worth_step(d, &part, 2); /* three tokens: 170 ns saved */
+    part = (dcn_part_t){.ticket = &t, .choice = &choices[1], .drafts = 1};
+    dcn_worth_step(d, &part, 0); /* 30 lost */
+    part.drafts = 0;
+    dcn_worth_step(d, &part, 0);
+    dcn_worth_end(d, &t);
+    assert_int_equal(t.drafts.drafter, TD_DRAFTER_MEMO);
+    assert_int_equal(t.drafts.k_max, 4);
+    assert_int_equal(t.drafts.steps, 3);
+    assert_int_equal(t.drafts.tokens, 5);
+    assert_int_equal(t.drafts.saved_ns, 140);
+    assert_memory_equal(t.drafts.drafted, drafted, sizeof(drafted));
+    assert_memory_equal(t.drafts.accepted, accepted, sizeof(accepted));
+}
+
+/* Each life of the router is told once, oldest first, in messages of a bounded length. */
+static void test_a_new_router_is_told_what_drafts_were_worth(void **state)
+{
+    world_t *w = *state;
+    dcn_node_t *d = w->dcn;
+    td_msg_arena_t *arena = NULL;
+    uint64_t tenant = 0;
+
+    assert_int_equal(td_draft_stats_create(DCN_DRAFT_PAST_MAX, &d->past), TD_OK);
+    dcn_worth_tell(d, 5); /* nothing yet, and not asked again */
+    for (uint64_t i = 1; i <= 150; i++) {
+        run_drafts(w, i);
+    }
+    dcn_worth_tell(d, 5);
+    dcn_worth_tell(d, 6);
+    dcn_worth_tell(d, 6);
+    while (tenant < 150) {
+        const td_msg_t msg = expect(w, w->router, TD_MSG_DRAFT_HISTORY, &arena);
+        assert_in_range(msg.u.draft_history.count, 1, TD_MSG_DRAFT_PAST_MAX);
+        for (uint32_t i = 0; i < msg.u.draft_history.count; i++) {
+            const td_msg_draft_past_t *p = &msg.u.draft_history.past[i];
+            assert_int_equal(p->tenant, ++tenant);
+            assert_int_equal(p->prompt_class, 3);
+            assert_int_equal(p->drafter, TD_DRAFTER_MEMO);
+            assert_true(p->steps[3] > 2.98 && p->steps[3] <= 3 && p->steps[4] == 0);
+            assert_true(p->drafted[0] > 1.98 && p->accepted[1] > 0.98 && p->accepted[2] == 0);
+        }
+        td_msg_arena_free(arena);
+    }
+    run_drafts(w, 151);
+    dcn_worth_tell(d, 7); /* what comes next is of this life: all, from the first */
+    for (tenant = 0; tenant < 151;) {
+        const td_msg_t msg = expect(w, w->router, TD_MSG_DRAFT_HISTORY, &arena);
+        const td_msg_draft_history_t *m = &msg.u.draft_history;
+        assert_int_equal(m->past[0].tenant, tenant + 1);
+        tenant = m->past[m->count - 1].tenant;
+        td_msg_arena_free(arena);
+    }
+    td_draft_stats_destroy(d->past);
+    d->past = NULL;
+}
+
+/* A choice's share of a step with drafts, in shares of one without. */
+static void test_heartbeats_tell_what_drafts_cost(void **state)
+{
+    world_t *w = *state;
+    dcn_node_t *d = w->dcn;
+    td_msg_heartbeat_t beat = {0};
+
+    dcn_worth_costs(d, &beat); /* nothing is measured: as the plan assumes */
+    assert_int_equal(beat.step_cost_count, TD_DRAFT_TOKENS_MAX + 1);
+    assert_int_equal(beat.pass_cost_count, TD_DRAFTER_KINDS);
+    assert_true(beat.step_costs[0] == 1 && beat.step_costs[2] > 1.29f &&
+                beat.step_costs[2] < 1.31f);
+    assert_true(beat.pass_costs[TD_DRAFTER_DRAFT_MODEL] == 0);
+    td_step_cost_observe(&d->step_cost, 1, 1000);
+    td_step_cost_observe(&d->step_cost, 2, 1500);
+    td_step_cost_observe(&d->step_cost, 4, 2000);
+    td_step_cost_observe(&d->step_cost, 6, 3000);
+    d->next_costs_ns = 0;
+    dcn_worth_costs(d, &beat);
+    assert_true(beat.step_costs[1] == 1.5f && beat.step_costs[2] == 1.75f);
+    beat.queued_tokens = 4; /* choices share a step of 2000: a row more costs a share of 500 */
+    d->next_costs_ns = 0;
+    dcn_worth_costs(d, &beat);
+    assert_true(beat.step_costs[0] == 1 && beat.step_costs[1] == 2 && beat.step_costs[2] == 3);
+    d->exit_passes.model = (td_model_t *)(void *)d; /* it is there; nobody runs it */
+    td_step_cost_observe(&d->exit_passes.cost, 4, 500);
+    d->next_costs_ns = 0;
+    dcn_worth_costs(d, &beat);
+    assert_true(beat.pass_costs[TD_DRAFTER_EARLY_EXIT] == 0.25f);
+    d->exit_passes.model = NULL;
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -781,6 +889,9 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_i3_decode_refuses_a_list_of_other_blocks_than_are_seen,
                                         setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_new_router_is_told_what_drafts_were_worth, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_heartbeats_tell_what_drafts_cost, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -181,6 +181,7 @@ static void register_as(fixture_t *fx, node_t *node, const char *numerics, bool 
     r->kv_codec = node->role == TD_ROLE_KVSTORE ? "" : codec;
     r->version = "0";
     r->context_max = 4096;
+    r->drafters = node->role == TD_ROLE_DECODE ? 1u << TD_DRAFTER_MEMO : 0;
     if (node->role != TD_ROLE_KVSTORE) {
         r->fingerprint = (td_bytes_t){fx->fingerprint, 32};
     } else {
@@ -1045,6 +1046,101 @@ static void test_f9_master_with_the_highest_term_is_named(void **state)
     assert_int_equal(find_peer(msg, "s1")->store_term, 12);
 }
 
+/* --- drafts ----------------------------------------------------------------------------------- */
+
+#define TEXT_OF(n) "{\"prompt\":[" #n ",4,5,3],\"max_tokens\":5"
+
+/* A request that ends well; of its drafts so many were accepted in every step. Answers what the
+ * decode node was asked for. */
+static td_msg_work_t serve(fixture_t *fx, const char *body, uint32_t accepted)
+{
+    node_t *prefill = &fx->nodes[0];
+    node_t *decode = &fx->nodes[1];
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, body);
+    const td_msg_work_t w = expect(fx, decode, TD_MSG_RESERVE)->u.work;
+    td_msg_t end = {.type = TD_MSG_END,
+                    .u.end = {.ticket = w.ticket, .attempt = w.attempt, .leg = TD_ROLE_DECODE}};
+    td_msg_drafts_t *r = &end.u.end.drafts;
+
+    answer_reserve(decode, &w, TD_OK);
+    (void)expect(fx, prefill, TD_MSG_START);
+    send_token(decode, w.ticket, w.attempt, 0, 0, "a", TD_FINISH_STOP);
+    send_end(prefill, w.ticket, w.attempt, TD_OK);
+    *r = (td_msg_drafts_t){.drafter = w.drafter, .k_max = w.k_max, .steps = 100, .tokens = 100};
+    for (uint32_t i = 0; i < r->k_max; i++) {
+        r->drafted[i] = 100;
+        r->accepted[i] = i < accepted ? 100 : 0;
+    }
+    send_to_router(decode, &end);
+    wait_end(fx, req);
+    assert_int_equal(req->http_status, 200);
+    assert_at_rest(fx);
+    return w; /* borrowed parts of it are gone */
+}
+
+static void assert_drafts(td_msg_work_t got, uint32_t k_min, uint32_t k_max)
+{
+    assert_int_equal(got.drafter, TD_DRAFTER_MEMO);
+    assert_int_equal(got.k_min, k_min);
+    assert_int_equal(got.k_max, k_max);
+}
+
+static void open_drafts(fixture_t *fx)
+{
+    (void)add_node(fx, TD_ROLE_PREFILL, "p1");
+    (void)add_node(fx, TD_ROLE_DECODE, "d1");
+    fx->model.drafter_auto = true;
+    fx->model.draft_max = TD_DRAFT_TOKENS_MAX;
+}
+
+static void test_drafts_are_chosen_by_what_they_were_worth(void **state)
+{
+    fixture_t *fx = *state;
+
+    open_drafts(fx);
+    assert_drafts(serve(fx, TEXT_OF(3) "}", 2), 0, 16);
+    assert_drafts(serve(fx, TEXT_OF(4) "}", 0), 0, 2); /* that many were worth it */
+    assert_drafts(serve(fx, TEXT_OF(5) ",\"cache_salt\":\"s\"}", 0), 0, 16);
+    assert_drafts(serve(fx, TEXT_OF(6) ",\"cache_salt\":\"s\"}", 0), 0, 0);
+    assert_drafts(serve(fx, TEXT_OF(6) ",\"cache_salt\":\"s\"}", 0), 0, 16); /* hot: unknown */
+    assert_drafts(serve(fx, TEXT_OF(7) ",\"speculation\":{\"k\":5}}", 0), 5, 5);
+    assert_string_equal(fx->req->draft, "memo k=5-5 learned plain");
+    assert_drafts(serve(fx, TEXT_OF(8) ",\"speculation\":{\"drafter\":\"memo\"}}", 0), 0, 16);
+    assert_string_equal(fx->req->draft, "memo k=0-16 asked plain");
+}
+
+/* A node's memory is a new router's; that of others, who cannot know, is not. */
+static void test_drafts_of_the_past_are_remembered(void **state)
+{
+    fixture_t *fx = *state;
+    td_msg_draft_past_t past = {
+        .tenant = 77, .drafter = TD_DRAFTER_MEMO, .tokens = 1, .decode_s = 1};
+    td_msg_t msg = {.type = TD_MSG_DRAFT_HISTORY, .u.draft_history = {.count = 1, .past = &past}};
+
+    open_drafts(fx);
+    for (uint32_t i = 0; i < TD_MSG_DRAFTS_MAX; i++) {
+        past.steps[i] = past.drafted[i] = 80;
+    }
+    send_to_router(&fx->nodes[0], &msg); /* before what it sends of the request */
+    assert_drafts(serve(fx, TEXT_OF(3) ",\"speculation\":{\"drafter\":\"auto\"}}", 16), 0, 16);
+    past.tenant = serve(fx,
+                        TEXT_OF(3) ",\"cache_salt\":\"s\","
+                                   "\"speculation\":{\"drafter\":\"none\"}}",
+                        0)
+                      .tenant;
+    assert_true(past.tenant != 0);
+    for (uint32_t i = 0; i < TD_MSG_DRAFTS_MAX; i++) {
+        past.steps[i] = past.drafted[i] = TD_DRAFT_STATS_STEPS;
+    }
+    assert_int_equal(td_metric_get(fx->metrics.drafts.entries), 1); /* the first request's */
+    send_to_router(&fx->nodes[1], &msg);
+    while (td_metric_get(fx->metrics.drafts.entries) < 2) {
+        spin(fx, NULL);
+    }
+    assert_drafts(serve(fx, TEXT_OF(4) ",\"cache_salt\":\"s\"}", 0), 0, 0);
+    assert_drafts(serve(fx, TEXT_OF(4) "}", 0), 0, 16);
+}
+
 int main(void)
 {
 #define T(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
@@ -1081,6 +1177,8 @@ int main(void)
         T(test_an_id_in_use_is_refused),
         T(test_peers_are_told_and_one_master_named),
         T(test_f9_master_with_the_highest_term_is_named),
+        T(test_drafts_are_chosen_by_what_they_were_worth),
+        T(test_drafts_of_the_past_are_remembered),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

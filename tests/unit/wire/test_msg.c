@@ -3,6 +3,7 @@
 #include <setjmp.h>
 #include <stdint.h>
 #include <cmocka.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -48,7 +49,8 @@ static void test_register_keeps_every_text(void **state)
                               .kv_codec = "f8_e4m3",
                               .probe_key = {keys[1].bytes, TD_BLOCK_KEY_BYTES},
                               .context_max = 8192,
-                              .version = "7"}};
+                              .version = "7",
+                              .drafters = 26}};
     td_msg_arena_t *arena = NULL;
     const td_msg_t got = roundtrip(&msg, &arena);
     (void)state;
@@ -59,6 +61,7 @@ static void test_register_keeps_every_text(void **state)
     assert_string_equal(got.u.reg.kv_codec, "f8_e4m3");
     assert_string_equal(got.u.reg.version, "7");
     assert_int_equal(got.u.reg.context_max, 8192);
+    assert_int_equal(got.u.reg.drafters, 26);
     assert_memory_equal(got.u.reg.probe_key.at, keys[1].bytes, TD_BLOCK_KEY_BYTES);
     td_msg_arena_free(arena);
 }
@@ -87,6 +90,8 @@ static td_msg_work_t sample_work(void)
                            .draft_rule = 1,
                            .prediction = u32s,
                            .prediction_tokens = 3,
+                           .tenant = UINT64_MAX - 1,
+                           .prompt_class = 4,
                            .stop_count = 2,
                            .stops = stops,
                            .peer_id = "decode-1",
@@ -112,6 +117,8 @@ static void test_msg_work_survives_the_wire(void **state)
     assert_int_equal(out.u.work.draft_rule, 1);
     assert_int_equal(out.u.work.prediction_tokens, 3);
     assert_memory_equal(out.u.work.prediction, u32s, sizeof(u32s));
+    assert_true(out.u.work.tenant == UINT64_MAX - 1);
+    assert_int_equal(out.u.work.prompt_class, 4);
     assert_int_equal(out.u.work.stop_count, 2);
     assert_int_equal(out.u.work.stops[1].len, 2);
     assert_memory_equal(out.u.work.stops[1].at, "\0b", 2);
@@ -156,6 +163,103 @@ static void test_msg_kv_ready_survives_the_wire(void **state)
     assert_int_equal(out.u.kv_ready.usage.accepted_draft_tokens, 3);
     assert_int_equal(out.u.kv_ready.usage.rejected_draft_tokens, 4);
     td_msg_arena_free(arena);
+}
+
+/* Encodes and decodes; TD_OK: what came is in *out, to be freed with its arena. */
+static td_status_t send_over(td_msg_t *msg, td_msg_t *out, td_msg_arena_t **arena)
+{
+    td_str_t bytes = {0};
+    td_status_t status = TD_OK;
+
+    msg->sender_id = "x";
+    assert_int_equal(td_msg_encode(msg, &bytes), TD_OK);
+    status = td_msg_decode(bytes.bytes, bytes.len, out, arena);
+    td_str_fini(&bytes);
+    return status;
+}
+
+static void test_msg_end_tells_what_drafts_were_worth(void **state)
+{
+    static const struct {
+        td_msg_drafts_t drafts;
+        td_status_t status;
+    } cases[] = {
+        {{.k_max = 0}, TD_OK},
+        {{.drafter = 4, .k_max = 3, .steps = 9, .drafted = {9, 5, 2}, .accepted = {5, 5}}, TD_OK},
+        {{.drafter = 4, .k_max = 16, .steps = 1, .drafted = {1}, .saved_ns = INT64_MIN}, TD_OK},
+        {{.k_max = 2, .steps = 9, .drafted = {9, 10}}, TD_ERR_PROTOCOL}, /* more than steps */
+        {{.k_max = 2, .steps = 9, .drafted = {2}, .accepted = {3}}, TD_ERR_PROTOCOL},
+    };
+    (void)state;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(cases); i++) {
+        td_msg_t msg = {.type = TD_MSG_END, .u.end = {.leg = TD_ROLE_DECODE}};
+        td_msg_arena_t *arena = NULL;
+        td_msg_t out;
+        msg.u.end.drafts = cases[i].drafts;
+        msg.u.end.drafts.tokens = cases[i].drafts.k_max;
+        assert_int_equal(send_over(&msg, &out, &arena), cases[i].status);
+        if (cases[i].status == TD_OK) {
+            assert_memory_equal(&out.u.end.drafts, &msg.u.end.drafts, sizeof(out.u.end.drafts));
+            td_msg_arena_free(arena);
+        }
+    }
+}
+
+static void test_msg_heartbeat_tells_costs(void **state)
+{
+    static const float wrong[] = {-0.5f, 2 * TD_MSG_COST_MAX, NAN, INFINITY};
+    td_msg_t msg = {.type = TD_MSG_HEARTBEAT,
+                    .u.heartbeat = {.queued_tokens = 3,
+                                    .step_cost_count = 3,
+                                    .pass_cost_count = 2,
+                                    .step_costs = {1, 1.25f, 1.5f},
+                                    .pass_costs = {0, 0.25f}}};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t out;
+    (void)state;
+
+    assert_int_equal(send_over(&msg, &out, &arena), TD_OK);
+    assert_memory_equal(&out.u.heartbeat, &msg.u.heartbeat, sizeof(out.u.heartbeat));
+    td_msg_arena_free(arena);
+    for (size_t i = 0; i < TD_ARRAY_LEN(wrong); i++) {
+        msg.u.heartbeat.pass_costs[1] = wrong[i];
+        assert_int_equal(send_over(&msg, &out, &arena), TD_ERR_PROTOCOL);
+    }
+}
+
+static void test_msg_draft_history_survives_the_wire(void **state)
+{
+    static td_msg_draft_past_t past[TD_MSG_DRAFT_PAST_MAX];
+    td_msg_t msg = {.type = TD_MSG_DRAFT_HISTORY};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t out;
+    (void)state;
+
+    for (uint32_t i = 0; i < TD_MSG_DRAFT_PAST_MAX; i++) {
+        past[i] = (td_msg_draft_past_t){.tenant = UINT64_MAX - i,
+                                        .prompt_class = i,
+                                        .drafter = i % 5,
+                                        .steps = {1.0 / 3, 2},
+                                        .drafted = {0.25, 2},
+                                        .accepted = {0.125},
+                                        .tokens = 1e6 / 7,
+                                        .decode_s = 0.1};
+    }
+    for (uint32_t count = 0; count <= TD_MSG_DRAFT_PAST_MAX; count += TD_MSG_DRAFT_PAST_MAX / 2) {
+        msg.u.draft_history = (td_msg_draft_history_t){.count = count, .past = past};
+        assert_int_equal(send_over(&msg, &out, &arena), TD_OK);
+        assert_int_equal(out.u.draft_history.count, count);
+        assert_memory_equal(out.u.draft_history.past, past, count * sizeof(*past));
+        td_msg_arena_free(arena);
+    }
+    past[1].accepted[1] = 2.5; /* of two */
+    assert_int_equal(send_over(&msg, &out, &arena), TD_ERR_PROTOCOL);
+    past[1].accepted[1] = NAN;
+    assert_int_equal(send_over(&msg, &out, &arena), TD_ERR_PROTOCOL);
+    past[1].accepted[1] = 0;
+    past[2].tokens = 2 * TD_MSG_DRAFT_WEIGHT_MAX;
+    assert_int_equal(send_over(&msg, &out, &arena), TD_ERR_PROTOCOL);
 }
 
 static void test_msg_store_lists_survive_the_wire(void **state)
@@ -406,6 +510,9 @@ int main(void)
         cmocka_unit_test(test_register_keeps_every_text),
         cmocka_unit_test(test_msg_work_survives_the_wire),
         cmocka_unit_test(test_msg_kv_ready_survives_the_wire),
+        cmocka_unit_test(test_msg_end_tells_what_drafts_were_worth),
+        cmocka_unit_test(test_msg_heartbeat_tells_costs),
+        cmocka_unit_test(test_msg_draft_history_survives_the_wire),
         cmocka_unit_test(test_msg_store_lists_survive_the_wire),
         cmocka_unit_test(test_msg_mount_and_manifest),
         cmocka_unit_test(test_msg_manifest_of_memory),
