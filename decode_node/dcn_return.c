@@ -206,7 +206,9 @@ static void end_turn(dcn_node_t *d, dcn_ticket_t *t)
         bring_choices(d, t);
     } else if (c->kv_tokens < t->shared_tokens) {
         td_metric_add(d->returned_computed, t->shared_tokens - c->kv_tokens);
-        t->state = DCN_RUNNING; /* computes them; the others wait */
+        TD_LOG_INFO("prompt computed again", "req=%s choices=%u tokens=%u kept=%u",
+                    t->work.request_id, t->live, t->shared_tokens, c->kv_tokens);
+        t->state = DCN_RUNNING; /* the others wait for it */
     } else {
         dcn_return_share(d, t);
     }

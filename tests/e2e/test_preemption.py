@@ -74,5 +74,137 @@ def test_i5_requests_that_wait_for_memory_can_be_cancelled(options):
         assert ask(c, 0).choices[0]["finish_reason"] == "length"
 
 
+# --- several choices ------------------------------------------------------------------------------
+
+# Two full blocks and a partial one, which the choices of a request share.
+LONG = [f"Once upon a time, in a village by the sea, there lived {who} who had never seen a mountain. "
+        "One day a traveller came and told everybody about the snow, and"
+        for who in ("a fisherman", "two sisters", "an old king", "the baker", "a small boy", "my aunt")]
+
+
+def several(index):
+    """A request: its prompt, and what is asked of it. All differ in what a choice must not lose."""
+    more = {"n": (2, 4, 3, 2, 4, 3)[index % 6], "max_tokens": 90, "temperature": 0.9, "seed": index,
+            "ignore_eos": True, "logprobs": 2, "stream": index % 2 == 1}
+    if index % 3 == 0:
+        more["stop"] = [" mountain", ".\n\n", " great"]  # some choices end early
+    if index % 3 == 1:
+        more.update(frequency_penalty=0.7, presence_penalty=0.3, min_tokens=20)
+    if index % 3 == 2:
+        more.update(repetition_penalty=1.2, speculation={"drafter": "prompt_lookup", "k": 4})
+    return LONG[index % len(LONG)], more
+
+
+def answer_of(c, prompt, more):
+    """Of each choice: its text, why it ended, and its tokens with their log-probabilities."""
+    reply = c.complete(prompt, **more)
+    events = reply.collect().events if more.get("stream") else [reply.json]
+    whole = [["", None, [], [], []] for _ in range(more["n"])]
+    for choice in (choice for event in events for choice in event.get("choices", [])):
+        of = whole[choice["index"]]
+        of[0] += choice["text"]
+        of[1] = choice["finish_reason"] or of[1]
+        if choice.get("logprobs"):
+            for at, name in enumerate(("tokens", "token_logprobs", "top_logprobs"), 2):
+                of[at] += choice["logprobs"][name]
+    return whole
+
+
+def answers_alone(options, requests, **cluster):
+    """Each request's answer, one after the other, with memory for all."""
+    with Cluster(options.bin, kvstore=0, http_timeout_s=600, **cluster) as c:
+        answers = [answer_of(c, prompt, more) for prompt, more in requests]
+        assert c.metrics("decode-1")["tandem_decode_preemptions_total"] == 0
+        return answers
+
+
+def check_together(c, requests, expected):
+    """The same answers, when all are asked at once and have to give way."""
+    answers = [None] * len(requests)
+
+    def run(index):
+        answers[index] = answer_of(c, *requests[index])
+
+    expect_short_outputs(c)
+    run_together([(index,) for index in range(len(requests))], run)
+    for index, (got, wanted) in enumerate(zip(answers, expected)):
+        assert got == wanted, (index, got, wanted)
+    assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
+    c.wait_until(lambda: nothing_held(c), 10, "every block given back")
+
+
+@test
+def test_i1_requests_of_several_choices_give_way_and_say_the_same(options):
+    # Nothing else runs, so whoever gives way has several choices. Alone the largest needs 31 blocks.
+    requests = [several(index) for index in range(8)]
+    expected = answers_alone(options, requests)
+    endings = {choice[1] for answer in expected for choice in answer}
+    assert endings == {"stop", "length"}, endings
+    with Cluster(options.bin, decode_args=["--kv-memory", str(36 * BLOCK_BYTES)],
+                 router_args=["--queue-ms", "600000"], http_timeout_s=600) as c:
+        check_together(c, requests, expected)
+        metrics = c.metrics("decode-1")
+        for source in ("cache", "store", "computed"):
+            assert metrics[f'tandem_decode_returned_tokens_total{{source="{source}"}}'] > 0, source
+
+
+@test
+def test_i1_without_a_store_one_choice_computes_for_all(options):
+    requests = [several(index) for index in range(5)]
+    expected = answers_alone(options, requests)
+    with Cluster(options.bin, kvstore=0, decode_args=["--kv-memory", str(34 * BLOCK_BYTES)],
+                 router_args=["--queue-ms", "600000"], http_timeout_s=600) as c:
+        check_together(c, requests, expected)
+
+
+@test
+def test_i1_requests_of_one_choice_and_of_several_share_a_tiny_pool(options):
+    requests = [several(index) for index in range(6)]
+    for index in range(0, 6, 2):
+        requests[index][1].update(n=1, priority=index)
+    expected = answers_alone(options, requests)
+    with Cluster(options.bin, decode_args=["--kv-memory", str(34 * BLOCK_BYTES)],
+                 router_args=["--queue-ms", "600000"], http_timeout_s=600) as c:
+        check_together(c, requests, expected)
+
+
+@test
+def test_i1_several_choices_under_a_window_give_way(options):
+    requests = [several(index) for index in range(5)]
+    expected = answers_alone(options, requests, attention="window:48,4")
+    with Cluster(options.bin, attention="window:48,4",
+                 decode_args=["--kv-memory", str(30 * BLOCK_BYTES)],
+                 router_args=["--queue-ms", "600000"], http_timeout_s=600) as c:
+        check_together(c, requests, expected)
+
+
+@test
+def test_i5_several_choices_that_wait_for_memory_can_be_cancelled(options):
+    with Cluster(options.bin, decode_args=["--kv-memory", str(34 * BLOCK_BYTES)]) as c:
+        expect_short_outputs(c)
+        prompt, more = several(1)
+        more.update(stream=True, n=4, max_tokens=100)
+        streams = [c.complete(prompt, **{**more, "seed": seed, "cache_salt": str(seed)})
+                   for seed in range(3)]
+        c.wait_until(lambda: c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0, 60,
+                     "somebody gave way")
+        for stream in streams:
+            stream.close()
+        c.wait_until(lambda: nothing_held(c), 10, "every block given back")
+        assert answer_of(c, *several(0))[0][1] in ("stop", "length")
+
+
+@test
+def test_f14_several_choices_that_could_never_fit_are_refused(options):
+    with Cluster(options.bin, kvstore=0, decode_args=["--kv-memory", str(30 * BLOCK_BYTES)]) as c:
+        expect_short_outputs(c)
+        prompt, more = several(1)
+        more.update(stream=False, n=4)
+        assert c.complete(prompt, check=False, **more).status == 400  # 31 blocks
+        more.update(n=3)
+        assert len(c.complete(prompt, **more).choices) == 3
+        c.wait_until(lambda: nothing_held(c), 10, "every block given back")
+
+
 if __name__ == "__main__":
     main()
