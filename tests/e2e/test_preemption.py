@@ -32,8 +32,8 @@ def same(a, b):
     return a.text == b.text and a.choices[0]["logprobs"] == b.choices[0]["logprobs"]
 
 
-def nothing_held(c):
-    metrics = c.metrics("decode-1")
+def nothing_held(c, node="decode-1"):
+    metrics = c.metrics(node)
     return all(metrics[f'tandem_decode_kv_blocks{{state="{state}"}}'] == 0
                for state in ("active", "reserved", "quarantined"))
 
@@ -219,6 +219,38 @@ def test_i5_several_choices_that_wait_for_memory_can_be_cancelled(options):
             stream.close()
         c.wait_until(lambda: nothing_held(c), 10, "every block given back")
         assert [choice[1] for choice in answer_of(c, prompt, {**more, "n": 2})] == ["length"] * 2
+
+
+@test
+def test_f2_the_node_dies_while_several_choices_wait(options):
+    requests = four_to_the_end(6)
+    for _, more in requests:
+        more["stream"] = False  # nothing has been sent yet, so another node may answer
+    expected = answers_alone(options, requests)
+    answers = [None] * len(requests)
+
+    def run(index):
+        answers[index] = answer_of(c, *requests[index])
+
+    def waits():
+        """A node on which somebody waits for memory now."""
+        for node in c.ids("decode"):
+            log = c.log(node)
+            if log.count('msg="preempted"') > log.count('msg="resumed"'):
+                return node
+        return None
+
+    def killer():
+        c.kill(c.wait_until(waits, 60, "somebody gave way"))
+
+    with tiny(options, 27, decode=2, kvstore=0) as c:
+        expect_short_outputs(c, 80)  # a half on each node
+        run_together([(run, index) for index in range(len(requests))] + [(killer,)],
+                     lambda do, *index: do(*index))
+        assert answers == expected
+        left = [node for node in c.ids("decode") if c.alive(node)]
+        assert len(left) == 1, left
+        c.wait_until(lambda: nothing_held(c, left[0]), 10, "every block given back")
 
 
 @test
