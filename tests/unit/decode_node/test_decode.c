@@ -767,6 +767,7 @@ static void test_decode_several_choices_find_all_they_had(void **state)
         assert_int_equal(c->published, 4);
         assert_int_equal(td_pool_bytes(pool, c->seq.blocks[3])[0], i + 1);
         assert_int_equal(c->seq.blocks[2], t->choices[0].seq.blocks[2]);
+        assert_true(td_block_key_equal(&c->last_key, td_pool_key(pool, c->seq.blocks[3])));
         assert_int_equal(c->seq.reserved, 1); /* 66 tokens at most */
         assert_null(c->return_keys);
     }
