@@ -52,14 +52,13 @@ static td_status_t init_sequences(dcn_node_t *d, dcn_ticket_t *t)
 {
     const td_kv_layout_t *layout = td_node_layout(&d->node);
     uint32_t tokens_max = t->work.prompt_tokens + t->work.max_tokens;
-    uint32_t each = dcn_ticket_choice_blocks(d, t);
 
     for (uint32_t i = 1; i < t->work.n; i++) {
         dcn_choice_t *c = &t->choices[i];
         TD_TRY(td_seq_init(&c->seq, d->node.pool, layout, td_node_mask(&d->node), tokens_max));
         td_seq_fork(&c->seq, &t->seq);
-        c->seq.reserved = each; /* moved from the ticket's promise */
-        t->reserve_choices -= each;
+        c->seq.reserved = t->reserve_each; /* moved from the ticket's promise */
+        t->reserve_choices -= t->reserve_each;
     }
     t->choices[0].seq = t->seq;
     memset(&t->seq, 0, sizeof(t->seq));
@@ -238,10 +237,12 @@ static void add_part(dcn_node_t *d, dcn_choice_t *c)
 {
     dcn_batch_t *b = &d->batch;
     const uint32_t newest = c->ticket->work.prompt_tokens + c->token_count - 1;
+    const uint32_t shared = c->ticket->shared_tokens; /* others wait for just those */
+    const uint32_t last = shared > 0 ? shared - 1 : newest;
     dcn_part_t *part = &b->parts[b->part_count];
 
     *part = (dcn_part_t){.choice = c, .ticket = c->ticket};
-    for (uint32_t position = c->kv_tokens; position <= newest; position++) {
+    for (uint32_t position = c->kv_tokens; position <= last; position++) {
         const bool samples = position == newest;
         if (b->row_count == d->rows_max || (!samples && b->replayed == DCN_REPLAY_ROWS_MAX) ||
             td_seq_prepare_write(&c->seq, position) != TD_OK) {
@@ -330,6 +331,7 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
     if (!part->samples) {
         dcn_stream_publish(d, c);
         td_seq_forget(&c->seq, c->kv_tokens);
+        dcn_return_share(d, c->ticket);
         return true;
     }
     d->batch.tokens += c->sampled_count;

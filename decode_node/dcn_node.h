@@ -48,6 +48,8 @@ typedef struct dcn_choice {
     uint32_t drafts[TD_DRAFT_TOKENS_MAX]; /* proposed for the step being made */
     uint32_t confidence;                  /* of that proposal */
     td_acceptance_t acceptance[TD_DRAFT_CONFIDENCES];
+    uint32_t return_blocks;      /* full ones of what it had, when it gave way */
+    td_block_key_t *return_keys; /* owned, [return_blocks]; NULL unless it is to come back */
     /* Written by the batch, one for each row that samples, up to the first draft that was wrong. */
     td_sampled_t sampled[TD_DRAFT_TOKENS_MAX + 1];
     uint64_t logits_hashes[TD_DRAFT_TOKENS_MAX + 1];
@@ -78,6 +80,7 @@ typedef struct dcn_ticket {
     bool refetched;              /* what was never announced has been asked for */
     td_seq_t seq;                /* owned until admission: then choice 0 has it */
     uint32_t reserve_choices;    /* blocks reserved for choices 1.. */
+    uint32_t reserve_each;       /* of them, for each */
     dcn_choice_t *choices;       /* owned, [n] once admitted */
     uint32_t live;               /* choices that still generate */
     uint32_t drafts_accepted;
@@ -87,12 +90,16 @@ typedef struct dcn_ticket {
     bool computing;
     uint32_t *quarantined; /* owned, [blocks]; while DCN_DRAIN */
     uint32_t quarantined_count;
-    uint64_t return_serial;      /* names its question to the store; 0 = none is open */
-    uint32_t return_blocks;      /* full ones of its sequence */
-    uint32_t return_held;        /* of them, those that were here */
-    td_block_key_t *return_keys; /* owned, [return_blocks]; while DCN_RETURNING */
-    uint64_t *return_sums;       /* owned, [return_blocks]: announced checksums, then hashes */
-    bool *return_right;          /* owned, [return_blocks] */
+    /* Coming back: choices take turns; the one whose turn it is has its sequence in seq while
+     * blocks come in. */
+    uint32_t return_choice;
+    uint32_t shared_tokens;  /* 0; or return_choice brings and computes just so many, for all */
+    uint32_t return_held;    /* blocks that were here when its turn came */
+    uint32_t counted_blocks; /* of them, those that earlier turns have counted already */
+    uint64_t return_serial;  /* names its question to the store; 0 = none is open */
+    bool return_alone;       /* a fetch has failed: the store is not asked any more */
+    uint64_t *return_sums;   /* owned, [return_blocks max]: announced checksums, then hashes */
+    bool *return_right;      /* owned, the same */
     struct dcn_ticket *next;
 } dcn_ticket_t;
 
@@ -188,8 +195,6 @@ void dcn_ticket_settle(dcn_node_t *dcn, dcn_ticket_t *ticket);
 void dcn_ticket_tick(dcn_node_t *dcn);
 /** The most blocks that one choice needs at once: all, or what its mask shows. */
 uint32_t dcn_ticket_blocks_max(const dcn_node_t *dcn, const dcn_ticket_t *ticket);
-/** Blocks by which each choice may have grown at once, beyond the prompt's full ones. */
-uint32_t dcn_ticket_choice_blocks(const dcn_node_t *dcn, const dcn_ticket_t *ticket);
 /** Does generation need a block of the prompt? */
 bool dcn_ticket_needs(const dcn_ticket_t *ticket, uint32_t block);
 
@@ -216,11 +221,15 @@ void dcn_preempt_make_room(dcn_node_t *dcn);
 bool dcn_preempt_someone_waits(const dcn_node_t *dcn);
 
 /* dcn_return.c: a request that gave way comes back */
-/** Takes what is here of its blocks and the promise of the rest; DCN_RETURNING or DCN_RUNNING.
- * Errors: TD_ERR_BUSY, TD_ERR_NO_MEMORY: it waits on. */
+/** Takes what is here of its choices' blocks and the promise of the rest; DCN_RETURNING or
+ * DCN_RUNNING. Errors: TD_ERR_BUSY, TD_ERR_NO_MEMORY: it waits on. */
 td_status_t dcn_return_begin(dcn_node_t *dcn, dcn_ticket_t *ticket);
+/** Once the choice that computes what all share has all of it: the others take it over, and each
+ * goes on with its own. */
+void dcn_return_share(dcn_node_t *dcn, dcn_ticket_t *ticket);
 /** As dcn_receive_fetched(), for a job of a DCN_RETURNING ticket. */
 void dcn_return_fetched(dcn_node_t *dcn, dcn_ticket_t *ticket, td_node_fetch_t *job);
+/** Forgets everything about coming back but the sequences. */
 void dcn_return_fini(dcn_ticket_t *ticket);
 /** The token at a position of a choice's sequence. */
 uint32_t dcn_choice_token(const dcn_choice_t *choice, uint32_t position);

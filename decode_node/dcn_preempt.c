@@ -1,12 +1,12 @@
 /* Memory that running requests share: how much one is promised when it comes, who gives way when
  * that was too little, and how those come back.
  *
- * A request of one choice is promised its prompt and what outputs have lately been long; the rest
- * of its growth it takes as it goes. When none is left, whoever ranks last (higher priority number,
- * then younger) gives up all its blocks. What it had verified is indexed and has been offered to
- * the store, so most of it is found again; the rest is computed again, with the same bits (I1;
- * dcn_return.c). Whoever ranks first always gets what it needs, so every request ends. Requests of
- * several choices share blocks: they are promised everything, and never give way. */
+ * A request is promised its prompt and, for each choice, what outputs have lately been long; the
+ * rest of its growth it takes as it goes. When none is left, whoever ranks last (higher priority
+ * number, then younger) gives up all blocks of all its choices. What it had verified is indexed and
+ * has been offered to the store, so most of it is found again; the rest is computed again, with the
+ * same bits (I1; dcn_return.c). Whoever ranks first always gets what it needs, so every request
+ * ends. */
 #include "decode_node/dcn_node.h"
 
 #include <string.h>
@@ -46,39 +46,43 @@ uint32_t dcn_output_expected(const dcn_node_t *d, uint32_t max_tokens)
 
 /* --- giving way ------------------------------------------------------------------------------- */
 
-static bool may_give_way(const dcn_ticket_t *t)
-{
-    return t->state == DCN_RUNNING && t->work.n == 1;
-}
-
 /* a is served before b. Tickets stand in the list in the order in which they came. */
 static bool ranks_before(const dcn_ticket_t *a, const dcn_ticket_t *b, bool a_is_older)
 {
     return a->work.priority != b->work.priority ? a->work.priority < b->work.priority : a_is_older;
 }
 
-/* Of those that may give way: the one that ranks last; NULL when there is none. */
+/* Of those that run: the one that ranks last; NULL when there is none. */
 static dcn_ticket_t *last_ranked(const dcn_node_t *d)
 {
     dcn_ticket_t *last = NULL;
 
     for (dcn_ticket_t *t = d->tickets; t != NULL; t = t->next) {
-        if (may_give_way(t) && (last == NULL || ranks_before(last, t, true))) {
+        if (t->state == DCN_RUNNING && (last == NULL || ranks_before(last, t, true))) {
             last = t;
         }
     }
     return last;
 }
 
+/* All its choices: what they share is only free when the last one lets go of it. Those that have
+ * ended hold nothing. */
 static void give_way(dcn_node_t *d, dcn_ticket_t *t)
 {
-    dcn_choice_t *c = &t->choices[0];
+    uint32_t tokens = t->work.prompt_tokens;
+    uint32_t blocks = 0;
 
-    TD_LOG_INFO("preempted", "req=%s tokens=%u blocks=%u", t->work.request_id,
-                t->work.prompt_tokens + c->token_count, c->seq.block_count);
-    td_seq_fini(&c->seq);
-    dcn_draft_model_release(c);
-    c->kv_tokens = 0;
+    for (uint32_t i = t->work.n; i > 0; i--) {
+        dcn_choice_t *c = &t->choices[i - 1];
+        tokens += c->finish == TD_FINISH_NONE ? c->token_count : 0;
+        blocks += c->seq.held;
+        td_seq_fini(&c->seq);
+        dcn_draft_model_release(c);
+        c->kv_tokens = 0;
+    }
+    TD_LOG_INFO("preempted", "req=%s choices=%u tokens=%u blocks=%u", t->work.request_id, t->live,
+                tokens, blocks);
+    dcn_return_fini(t); /* of an earlier return that had not come to its end */
     t->state = DCN_WAITING;
     td_metric_add(d->preemptions, 1);
 }
@@ -121,6 +125,14 @@ static bool make_room(dcn_node_t *d, dcn_choice_t *c, uint32_t position)
     return true;
 }
 
+/* Does it still generate, or compute what it had? While one choice computes what all share, the
+ * others wait for it. */
+static bool works(const dcn_choice_t *c)
+{
+    return c->finish == TD_FINISH_NONE &&
+           (c->ticket->shared_tokens == 0 || c->index == c->ticket->return_choice);
+}
+
 /* Answers whether somebody had to give way. */
 static bool grow(dcn_node_t *d)
 {
@@ -129,7 +141,7 @@ static bool grow(dcn_node_t *d)
     for (dcn_ticket_t *t = d->tickets; t != NULL; t = t->next) {
         for (uint32_t i = 0; t->state == DCN_RUNNING && i < t->work.n; i++) {
             dcn_choice_t *c = &t->choices[i];
-            c->has_room = c->finish == TD_FINISH_NONE && make_room(d, c, c->kv_tokens);
+            c->has_room = works(c) && make_room(d, c, c->kv_tokens);
         }
     }
     return td_metric_get(d->preemptions) != before;

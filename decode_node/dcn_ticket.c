@@ -78,6 +78,7 @@ static void ticket_free(dcn_node_t *d, dcn_ticket_t *t)
         *link = t->next;
         d->ticket_count--;
     }
+    dcn_return_fini(t);
     release_choices(d, t);
     td_seq_fini(&t->seq);
     td_free(t->keys);
@@ -85,7 +86,6 @@ static void ticket_free(dcn_node_t *d, dcn_ticket_t *t)
     td_free(t->layers);
     td_free(t->hashes);
     td_free(t->quarantined);
-    dcn_return_fini(t);
     td_msg_arena_free(t->ready_arena);
     td_msg_arena_free(t->arena);
     td_free(t);
@@ -175,9 +175,10 @@ uint32_t dcn_ticket_blocks_max(const dcn_node_t *d, const dcn_ticket_t *t)
                                    t->work.prompt_tokens + t->work.max_tokens, 1);
 }
 
-uint32_t dcn_ticket_choice_blocks(const dcn_node_t *d, const dcn_ticket_t *t)
+/* Blocks by which each of several choices may grow at once, beyond the prompt's full ones. */
+static uint32_t choice_blocks(const dcn_node_t *d, const dcn_ticket_t *t, uint32_t growth_tokens)
 {
-    const uint32_t tokens = t->work.prompt_tokens + t->work.max_tokens;
+    const uint32_t tokens = t->work.prompt_tokens + growth_tokens;
     return TD_MIN(td_kv_blocks_for(td_node_layout(&d->node), tokens) - t->full_blocks,
                   dcn_ticket_blocks_max(d, t));
 }
@@ -187,6 +188,14 @@ bool dcn_ticket_needs(const dcn_ticket_t *t, uint32_t block)
     return td_seq_needs(&t->seq, t->work.prompt_tokens, block);
 }
 
+/* Those of the prompt's blocks, from one on, that generation needs. */
+static uint32_t prompt_blocks(const dcn_node_t *d, const dcn_ticket_t *t, uint32_t from_block)
+{
+    const uint32_t block_tokens = td_node_layout(&d->node)->block_tokens;
+    return td_attention_blocks_needed(td_node_mask(&d->node), block_tokens, t->work.prompt_tokens,
+                                      from_block * block_tokens, t->work.prompt_tokens);
+}
+
 /* Blocks of the first choice (of the only one: all that it needs at once): those of the prompt from
  * one on that generation needs, and growth of so many tokens. */
 static uint32_t first_choice_blocks(const dcn_node_t *d, const dcn_ticket_t *t, uint32_t from_block,
@@ -194,9 +203,7 @@ static uint32_t first_choice_blocks(const dcn_node_t *d, const dcn_ticket_t *t, 
 {
     const td_kv_layout_t *layout = td_node_layout(&d->node);
     const td_msg_work_t *w = &t->work;
-    const uint32_t prompt =
-        td_attention_blocks_needed(td_node_mask(&d->node), layout->block_tokens, w->prompt_tokens,
-                                   from_block * layout->block_tokens, w->prompt_tokens);
+    const uint32_t prompt = prompt_blocks(d, t, from_block);
     const uint32_t growth = td_kv_blocks_for(layout, w->prompt_tokens + growth_tokens) - t->blocks;
     const uint32_t most = dcn_ticket_blocks_max(d, t);
 
@@ -220,39 +227,57 @@ static void note_held(dcn_node_t *d, dcn_ticket_t *t)
     }
 }
 
-/* Pins what is here and needed of the prompt and promises the rest of prompt and growth, for all
- * choices: all growth for several, the expected one for a single one, which may give way
- * (dcn_preempt.c). Choices after the first share the prompt's full blocks and copy the partial one
- * when they write.
- */
+/* Blocks of the choices behind the first when each grows by so many tokens: *each_out of each, and
+ * one more. Whoever writes into a shared partial block first copies it, and that may be choice 0
+ * too. */
+static uint64_t others_blocks(const dcn_node_t *d, const dcn_ticket_t *t, uint32_t growth_tokens,
+                              uint32_t *each_out)
+{
+    const uint64_t copy = t->work.n > 1 && t->blocks > t->full_blocks ? 1 : 0;
+
+    *each_out = choice_blocks(d, t, growth_tokens);
+    return (uint64_t)*each_out * (t->work.n - 1) + copy;
+}
+
+/* All that the request may ever need at once. When it comes back after giving way, what choices
+ * share is computed again, which may take more blocks than generation needs of it. */
+static uint64_t most_blocks(const dcn_node_t *d, const dcn_ticket_t *t)
+{
+    const uint32_t needed = prompt_blocks(d, t, 0);
+    const uint32_t computing = td_attention_blocks_max(
+        td_node_mask(&d->node), td_node_layout(&d->node)->block_tokens, t->work.prompt_tokens, 1);
+    uint32_t each = 0;
+
+    return first_choice_blocks(d, t, 0, t->work.max_tokens) +
+           others_blocks(d, t, t->work.max_tokens, &each) +
+           (t->work.n > 1 ? computing - TD_MIN(computing, needed) : 0);
+}
+
+/* Pins what is here and needed of the prompt and promises the rest of the prompt and the growth
+ * that is expected of each choice; whoever needs more may give way (dcn_preempt.c). Choices after
+ * the first share the prompt's full blocks and copy the partial one when they write. */
 static td_status_t reserve_blocks(dcn_node_t *d, dcn_ticket_t *t)
 {
-    uint32_t whole = first_choice_blocks(d, t, 0, t->work.max_tokens);
-    uint32_t each = dcn_ticket_choice_blocks(d, t);
-    uint32_t growth = t->work.max_tokens;
-    /* Whoever writes into the shared partial block first copies it, and that may be choice 0 too.
-     */
-    uint64_t copy = t->work.n > 1 && t->blocks > t->full_blocks ? 1 : 0;
-    uint64_t others = (uint64_t)each * (t->work.n - 1) + copy;
+    const uint32_t growth = dcn_output_expected(d, t->work.max_tokens);
+    uint32_t first = 0;
+    uint32_t others = 0;
     td_status_t status = TD_OK;
 
-    if (whole + others > td_pool_counts(d->node.pool).total) {
+    if (most_blocks(d, t) > td_pool_counts(d->node.pool).total) {
         return TD_ERR_TOO_LARGE;
     }
     if (dcn_preempt_someone_waits(d)) {
         return TD_ERR_BUSY; /* who was here before comes back first */
     }
-    if (t->work.n == 1) {
-        growth = dcn_output_expected(d, t->work.max_tokens);
-    }
     t->held_blocks = td_seq_hold(&t->seq, t->work.prompt_tokens, t->keys, t->full_blocks);
     note_held(d, t);
-    whole = first_choice_blocks(d, t, t->held_blocks, growth);
-    kvs_client_make_room(d->store, whole + (uint32_t)others);
-    status = td_seq_reserve(&t->seq, whole);
+    first = first_choice_blocks(d, t, t->held_blocks, growth);
+    others = (uint32_t)others_blocks(d, t, growth, &t->reserve_each);
+    kvs_client_make_room(d->store, first + others);
+    status = td_seq_reserve(&t->seq, first);
     if (status == TD_OK && others > 0) {
-        status = td_pool_reserve(d->node.pool, (uint32_t)others);
-        t->reserve_choices = status == TD_OK ? (uint32_t)others : 0;
+        status = td_pool_reserve(d->node.pool, others);
+        t->reserve_choices = status == TD_OK ? others : 0;
     }
     return status;
 }

@@ -162,6 +162,25 @@ void td_seq_forget(td_seq_t *seq, uint32_t from)
     }
 }
 
+uint32_t td_seq_extend(td_seq_t *seq, const td_block_key_t *keys, uint32_t count)
+{
+    TD_ASSERT(count <= seq->block_cap);
+    while (seq->block_count < count) {
+        const uint32_t idx = td_pool_find(seq->pool, &keys[seq->block_count]);
+        if (idx == TD_POOL_NONE) {
+            break;
+        }
+        td_pool_ref(seq->pool, idx);
+        td_seq_adopt(seq, idx);
+        if (seq->reserved > 0) {
+            td_pool_unreserve(seq->pool, 1);
+            seq->reserved--;
+        }
+        td_seq_forget(seq, seq->block_count * seq->layout->block_tokens);
+    }
+    return seq->block_count;
+}
+
 uint32_t td_seq_fini_quarantine(td_seq_t *seq, uint32_t *quarantined_out)
 {
     uint32_t count = 0;

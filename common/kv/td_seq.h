@@ -47,6 +47,10 @@ uint32_t td_seq_match(td_seq_t *seq, const td_block_key_t *keys, uint32_t count)
  * `from` on need, and skips the others, up to the first that is needed and not here. Answers how
  * many entries there are. Cost: O(count). */
 uint32_t td_seq_hold(td_seq_t *seq, uint32_t from, const td_block_key_t *keys, uint32_t count);
+/** Goes on with what is here: appends the blocks of keys from the next entry on, up to the first
+ * that is not here; what was promised for them is given back, and what nobody needs behind them is
+ * given up as by td_seq_forget(). Answers how many entries there are. Cost: O(count). */
+uint32_t td_seq_extend(td_seq_t *seq, const td_block_key_t *keys, uint32_t count);
 /** Does any position from `from` on need the block? */
 static inline bool td_seq_needs(const td_seq_t *seq, uint32_t from, uint32_t block)
 {

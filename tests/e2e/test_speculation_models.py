@@ -306,20 +306,20 @@ def test_i1_model_drafters_under_a_window(options):
 @test
 def test_i1_preempted_with_model_drafters(options):
     with Cluster(options.bin, kvstore=0, draft_model=truncated(options, 10),
-                 decode_args=["--kv-memory", str(22 * 368640)],
+                 decode_args=["--kv-memory", str(30 * 368640)],
                  router_args=["--queue-ms", "60000"]) as c:
         for _ in range(24):  # outputs are short, it learns, and promises little
             c.complete(FREE, max_tokens=4, ignore_eos=True)
         alone = c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True,
                            speculation={"drafter": "none"}).text
 
-        def run(drafter, k):
-            reply = c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True,
+        def run(drafter, k, n):
+            reply = c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True, n=n,
                                cache_salt=f"{drafter} {k}", speculation={"drafter": drafter, "k": k})
-            assert reply.text == alone, (drafter, k, reply.text, alone)
+            assert reply.texts == [alone] * n, (drafter, k, reply.texts, alone)
 
-        run_together([("draft_model", 8), ("early_exit", 8), ("draft_model", 3), ("early_exit", 2)],
-                     run)
+        run_together([("draft_model", 8, 1), ("early_exit", 8, 1), ("draft_model", 3, 2),
+                      ("early_exit", 2, 2)], run)
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
         nothing_held(c)
 

@@ -429,14 +429,16 @@ static void test_i3_decode_fails_a_handoff_that_does_not_fit(void **state)
 /* --- the hand-off -------------------------------------------------------------------------------
  */
 
-/* Reserves ticket 5 for a prompt of 56 tokens, whose four blocks the prefill node has. */
-static dcn_ticket_t *reserve_handoff(world_t *w, td_msg_work_t *work_out)
+/* Reserves ticket 5 for so many choices of a prompt of 56 tokens, whose four blocks the prefill
+ * node has. */
+static dcn_ticket_t *reserve_choices(world_t *w, uint32_t n, td_msg_work_t *work_out)
 {
     td_msg_work_t work = work_of(5, 56, 10);
     size_t block_bytes = td_kv_block_bytes(&w->info.kv);
     dcn_ticket_t *t = NULL;
     uint32_t have = 0;
 
+    work.n = n;
     assert_int_equal(reserve(w, work, &have), TD_OK);
     t = dcn_ticket_find(w->dcn, 5, 1);
     assert_non_null(t);
@@ -454,6 +456,11 @@ static dcn_ticket_t *reserve_handoff(world_t *w, td_msg_work_t *work_out)
     }
     *work_out = work;
     return t;
+}
+
+static dcn_ticket_t *reserve_handoff(world_t *w, td_msg_work_t *work_out)
+{
+    return reserve_choices(w, 1, work_out);
 }
 
 static void announce(world_t *w, uint32_t layer_begin, uint32_t layer_end, uint32_t first,
@@ -497,7 +504,7 @@ static void receive_all(world_t *w)
 
 static void kv_ready_of(world_t *w, const td_msg_work_t *work, uint32_t first_block, uint32_t count)
 {
-    static const uint32_t first = 19556; /* "Hello" */
+    static const uint32_t first[3] = {19556, 28, 19556}; /* "Hello" and "," */
     td_msg_t msg = {.type = TD_MSG_KV_READY, .sender_id = "prefill"};
     td_msg_arena_t *arena = NULL;
     td_str_t bytes = {0};
@@ -511,8 +518,8 @@ static void kv_ready_of(world_t *w, const td_msg_work_t *work, uint32_t first_bl
                                          .epochs = w->source_epochs,
                                          .checksums = w->sums,
                                          .keys = w->keys,
-                                         .choice_count = 1,
-                                         .first_tokens = &first};
+                                         .choice_count = work->n,
+                                         .first_tokens = first};
     assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
     assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &got, &arena), TD_OK);
     got.sender_incarnation = 33;
@@ -634,6 +641,204 @@ static void test_decode_fetches_what_was_never_announced(void **state)
     assert_int_equal(t->fetches, 1);
     receive_all(w);
     assert_int_equal(t->state, DCN_RUNNING);
+}
+
+/* --- several choices give way ----------------------------------------------------------------- */
+
+/* Ticket 5 runs with three choices, each of which has written 64 positions: three blocks that they
+ * share, and one of its own that is indexed. */
+static dcn_ticket_t *run_three(world_t *w)
+{
+    dcn_node_t *d = w->dcn;
+    td_msg_work_t work;
+    dcn_ticket_t *t = reserve_choices(w, 3, &work);
+
+    announce(w, 0, 2, 0, 4);
+    receive_all(w);
+    kv_ready(w, &work);
+    assert_int_equal(t->state, DCN_RUNNING);
+    for (uint32_t i = 0; i < 3; i++) {
+        dcn_choice_t *c = &t->choices[i];
+        assert_int_equal(td_seq_prepare_write(&c->seq, 56), TD_OK);
+        memset(td_pool_bytes(d->node.pool, c->seq.blocks[3]), (int)i + 1, 64);
+        while (c->token_count < 9) {
+            c->tokens[c->token_count++] = 700 + 10 * i;
+        }
+        c->kv_tokens = 64;
+        dcn_stream_publish(d, c);
+        assert_int_equal(c->published, 4);
+    }
+    assert_int_equal(td_pool_counts(d->node.pool).active, 3 + 3);
+    return t;
+}
+
+/* Ticket 6 runs with two choices of the same first 48 tokens, all of which are here. */
+static dcn_ticket_t *run_two_more(world_t *w)
+{
+    td_msg_work_t work = work_of(6, 48, 100);
+    dcn_ticket_t *t = NULL;
+    uint32_t have = 0;
+
+    work.n = 2;
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    assert_int_equal(have, 3);
+    kv_ready_of(w, &work, 3, 0);
+    t = dcn_ticket_find(w->dcn, 6, 1);
+    assert_int_equal(t->state, DCN_RUNNING);
+    return t;
+}
+
+/* Takes all that nobody holds: as if others had it. Answers how much. */
+static uint32_t take_rest(world_t *w)
+{
+    const td_pool_counts_t counts = td_pool_counts(w->dcn->node.pool);
+
+    assert_int_equal(td_pool_reserve(w->dcn->node.pool, counts.free + counts.cached), TD_OK);
+    return counts.free + counts.cached;
+}
+
+/* All choices of the one that ranks last give up everything, for a choice of the other. */
+static dcn_ticket_t *preempt_three(world_t *w)
+{
+    dcn_node_t *d = w->dcn;
+    dcn_ticket_t *t = run_three(w);
+    dcn_ticket_t *other = run_two_more(w);
+    uint32_t rest = 0;
+
+    t->work.priority = 1; /* ranks behind the other, although it is older */
+    for (uint32_t i = 0; i < 2; i++) {
+        td_pool_unreserve(d->node.pool, other->choices[i].seq.reserved);
+        other->choices[i].seq.reserved = 0;
+    }
+    rest = take_rest(w);
+    dcn_preempt_make_room(d);
+    assert_int_equal(t->state, DCN_WAITING);
+    assert_int_equal(td_metric_get(d->preemptions), 1);
+    assert_true(other->choices[0].has_room && other->choices[1].has_room);
+    assert_true(dcn_preempt_someone_waits(d));
+    td_pool_unreserve(d->node.pool, rest);
+    return t;
+}
+
+static void end_all(world_t *w)
+{
+    while (w->dcn->tickets != NULL) {
+        dcn_ticket_end(w->dcn, w->dcn->tickets, TD_ERR_CANCELLED);
+    }
+    assert_nothing_held(w);
+}
+
+/* F14: several choices are promised what outputs have lately been long, each, and the prompt once.
+ */
+static void test_f14_decode_promises_several_choices_what_is_to_be_expected(void **state)
+{
+    world_t *w = *state;
+    dcn_node_t *d = w->dcn;
+    td_msg_work_t work = work_of(1, 40, 160); /* 13 blocks, of them 2 shared: 36 for three */
+    uint32_t have = 0;
+
+    for (uint32_t i = 0; i < 100; i++) {
+        dcn_output_ended(d, 20);
+    }
+    work.n = 3; /* 60 tokens: 4 blocks, twice 4 - 2, and the copy */
+    assert_int_equal(reserve(w, work, &have), TD_OK);
+    assert_int_equal(td_pool_counts(d->node.pool).reserved, 4 + 2 * 2 + 1);
+    work.ticket = 2;
+    work.n = 4; /* 47 blocks in the end */
+    assert_int_equal(reserve(w, work, &have), TD_ERR_TOO_LARGE);
+    end_all(w);
+}
+
+static void test_decode_several_choices_find_all_they_had(void **state)
+{
+    world_t *w = *state;
+    dcn_node_t *d = w->dcn;
+    td_pool_t *pool = d->node.pool;
+    dcn_ticket_t *t = preempt_three(w);
+
+    t->choices[1].finish = TD_FINISH_STOP; /* as if it had ended before */
+    t->live = 2;
+    assert_int_equal(dcn_return_begin(d, t), TD_OK);
+    assert_int_equal(t->state, DCN_RUNNING);
+    assert_null(t->choices[1].seq.blocks);
+    for (uint32_t i = 0; i < 3; i += 2) {
+        const dcn_choice_t *c = &t->choices[i];
+        assert_int_equal(c->kv_tokens, 64);
+        assert_int_equal(c->published, 4);
+        assert_int_equal(td_pool_bytes(pool, c->seq.blocks[3])[0], i + 1);
+        assert_int_equal(c->seq.blocks[2], t->choices[0].seq.blocks[2]);
+        assert_true(td_block_key_equal(&c->last_key, td_pool_key(pool, c->seq.blocks[3])));
+        assert_int_equal(c->seq.reserved, 1); /* 66 tokens at most */
+        assert_null(c->return_keys);
+    }
+    assert_int_equal(td_metric_get(d->returned_cached), 64 + 16); /* what they share once */
+    assert_int_equal(td_metric_get(d->returned_computed), 0);
+    end_all(w);
+}
+
+/* The prompt is gone: one choice computes it, for all; then each finds its own. */
+static void test_decode_one_choice_computes_what_all_share(void **state)
+{
+    world_t *w = *state;
+    dcn_node_t *d = w->dcn;
+    td_pool_t *pool = d->node.pool;
+    dcn_ticket_t *t = preempt_three(w);
+
+    dcn_ticket_end(d, dcn_ticket_find(d, 6, 1), TD_ERR_CANCELLED);
+    td_pool_unindex(pool, td_pool_find(pool, &t->keys[1]));
+    dcn_preempt_make_room(d); /* it comes back */
+    assert_int_equal(t->state, DCN_RUNNING);
+    assert_int_equal(t->shared_tokens, 48);
+    assert_int_equal(t->choices[0].kv_tokens, 16);
+    assert_true(t->choices[0].has_room);
+    assert_false(t->choices[1].has_room || t->choices[2].has_room);
+    assert_int_equal(td_metric_get(d->returned_computed), 32);
+    dcn_preempt_make_room(d);
+    assert_false(t->choices[1].has_room || t->choices[2].has_room);
+    assert_int_equal(td_seq_prepare_write(&t->choices[0].seq, 16), TD_OK);
+    t->choices[0].kv_tokens = 32;
+    dcn_return_share(d, t); /* not yet */
+    assert_int_equal(t->choices[1].seq.block_count, 0);
+    assert_int_equal(td_seq_prepare_write(&t->choices[0].seq, 32), TD_OK);
+    t->choices[0].kv_tokens = 48;
+    dcn_return_share(d, t);
+    assert_int_equal(t->shared_tokens, 0);
+    for (uint32_t i = 0; i < 3; i++) {
+        const dcn_choice_t *c = &t->choices[i];
+        assert_int_equal(c->kv_tokens, 64);
+        assert_int_equal(c->seq.blocks[1], t->choices[0].seq.blocks[1]);
+        assert_int_equal(td_pool_bytes(pool, c->seq.blocks[3])[0], i + 1);
+        assert_int_equal(c->seq.reserved, 1);
+    }
+    assert_int_equal(td_pool_counts(pool).active, 3 + 3);
+    assert_int_equal(td_metric_get(d->returned_computed), 32);
+    assert_int_equal(td_metric_get(d->returned_cached), 16 + 3 * 16);
+    end_all(w);
+}
+
+/* Whoever finds no room holds nothing, and whoever ends on the way back neither. */
+static void test_i5_decode_several_choices_without_room_hold_nothing(void **state)
+{
+    world_t *w = *state;
+    dcn_node_t *d = w->dcn;
+    td_pool_t *pool = d->node.pool;
+    dcn_ticket_t *t = preempt_three(w);
+    uint32_t rest = 0;
+
+    dcn_ticket_end(d, dcn_ticket_find(d, 6, 1), TD_ERR_CANCELLED);
+    rest = take_rest(w) - 8; /* all but one of 3 + 3 * 2 */
+    td_pool_unreserve(pool, 8);
+    assert_int_equal(dcn_return_begin(d, t), TD_ERR_BUSY);
+    assert_int_equal(t->state, DCN_WAITING);
+    assert_int_equal(td_pool_counts(pool).active, 0);
+    assert_int_equal(td_pool_counts(pool).reserved, rest);
+    td_pool_unreserve(pool, 1);
+    assert_int_equal(dcn_return_begin(d, t), TD_OK);
+    assert_int_equal(t->shared_tokens, 48); /* nothing had been left of it */
+    assert_int_equal(td_pool_counts(pool).reserved, rest - 1 + 9);
+    dcn_ticket_end(d, t, TD_ERR_CANCELLED);
+    td_pool_unreserve(pool, rest - 1);
+    assert_nothing_held(w);
 }
 
 /* --- masks ------------------------------------------------------------------------------------ */
@@ -881,6 +1086,14 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_decode_fetches_what_was_never_announced, setup,
                                         teardown),
+        cmocka_unit_test_setup_teardown(
+            test_f14_decode_promises_several_choices_what_is_to_be_expected, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_decode_several_choices_find_all_they_had, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_decode_one_choice_computes_what_all_share, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i5_decode_several_choices_without_room_hold_nothing,
+                                        setup, teardown),
         cmocka_unit_test_setup_teardown(test_f14_decode_promises_at_most_the_window, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_decode_takes_only_blocks_that_are_seen, setup,

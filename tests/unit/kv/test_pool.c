@@ -239,6 +239,39 @@ static void test_seq_fork_copies_only_the_written_block(void **state)
     assert_counts(pool, BLOCKS, 0, 0, 0, 0);
 }
 
+/* A fork goes on with what is indexed behind what it shares, and needs no promise for that. */
+static void test_seq_extend_takes_what_is_here(void **state)
+{
+    td_pool_t *pool = *state;
+    td_block_key_t keys[4];
+    td_seq_t a;
+    td_seq_t b;
+
+    for (uint32_t i = 0; i < 4; i++) {
+        keys[i] = key_of(i);
+    }
+    assert_int_equal(td_seq_init(&a, pool, &layout, &full_mask, 64), TD_OK);
+    assert_int_equal(td_seq_init(&b, pool, &layout, &full_mask, 64), TD_OK);
+    assert_int_equal(td_seq_reserve(&a, 3), TD_OK);
+    (void)td_seq_grow(&a);
+    td_seq_fork(&b, &a);
+    for (uint32_t i = 1; i < 3; i++) {
+        (void)td_seq_grow(&a);
+        assert_int_equal(td_seq_index(&a, i, NULL, &keys[i], i), TD_OK);
+    }
+    assert_int_equal(td_seq_reserve(&b, 3), TD_OK);
+    assert_int_equal(td_seq_extend(&b, keys, 2), 2); /* no further than it is told */
+    assert_int_equal(td_seq_extend(&b, keys, 4), 3);
+    assert_int_equal(b.blocks[1], a.blocks[1]);
+    assert_int_equal(b.blocks[2], a.blocks[2]);
+    assert_int_equal(b.reserved, 1);
+    assert_counts(pool, BLOCKS - 4, 1, 0, 3, 0);
+    assert_int_equal(td_seq_extend(&b, keys, 4), 3);
+    td_seq_fini(&b);
+    td_seq_fini(&a);
+    assert_counts(pool, BLOCKS - 2, 0, 2, 0, 0);
+}
+
 static void test_seq_grow_zeroes_the_block(void **state)
 {
     td_pool_t *pool = *state;
@@ -455,6 +488,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_i5_random_use_always_adds_up, setup, teardown),
         cmocka_unit_test_setup_teardown(test_seq_fork_copies_only_the_written_block, setup,
                                         teardown),
+        cmocka_unit_test_setup_teardown(test_seq_extend_takes_what_is_here, setup, teardown),
         cmocka_unit_test_setup_teardown(test_seq_grow_zeroes_the_block, setup, teardown),
         cmocka_unit_test_setup_teardown(test_i4_truncate_returns_blocks_to_the_reservation, setup,
                                         teardown),

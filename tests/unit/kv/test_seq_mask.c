@@ -257,6 +257,10 @@ static void test_seq_blocks_left_behind_are_found_again(void **state)
     assert_int_equal(td_seq_init(&b, pool, &layout, &masks[2], KEYS * TOKENS), TD_OK);
     assert_int_equal(td_seq_match(&b, keys, KEYS - 10), KEYS - 10);
     assert_int_equal(b.held, 3);
+    assert_int_equal(td_seq_reserve(&b, 2), TD_OK);
+    assert_int_equal(td_seq_extend(&b, keys, KEYS - 5), KEYS - 5); /* what it leaves behind goes */
+    assert_int_equal(b.held, 3);
+    assert_int_equal(b.reserved, 2);
     td_seq_fini(&b);
     td_pool_unindex(pool, td_pool_find(pool, &keys[5]));
     assert_int_equal(td_seq_init(&b, pool, &layout, &masks[2], KEYS * TOKENS), TD_OK);
