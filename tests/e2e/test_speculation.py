@@ -192,6 +192,25 @@ def test_i4_speculation_publishes_verified_positions_only(options):
 
 
 @test
+def test_i4_speculation_changes_no_prefix_hit(options):
+    """A conversation's turns find as much of what was generated, whatever had drafted it."""
+    c = cluster(options)
+    hits = {}
+    for drafter, k in (("none", 0), ("prompt_lookup", 8), ("memo", 3), ("lookahead", 8)):
+        prompt = COPY
+        hits[drafter] = []
+        for _ in range(4):
+            reply = c.complete(prompt, max_tokens=40, temperature=0.8, seed=5, ignore_eos=True,
+                               cache_salt=f"turns {drafter}",
+                               speculation={"drafter": drafter, "k": k})
+            hits[drafter].append(reply.usage["prompt_tokens_details"]["cached_tokens"])
+            wait_until_nothing_is_held(c)
+            prompt += reply.text + "\nGo on:"
+    assert hits["none"][-1] > 160, hits
+    assert all(each == hits["none"] for each in hits.values()), hits
+
+
+@test
 def test_speculation_wishes_are_checked(options):
     c = cluster(options)
     for wish, text in (({"drafter": "oracle"}, "oracle"), ({"k": 17}, "17"), ("fast", "object"),
