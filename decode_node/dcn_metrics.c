@@ -78,6 +78,8 @@ void dcn_metrics_declare(dcn_node_t *d)
     d->draft_computed = td_metrics_counter(m, contexts, "source=\"computed\"", "");
     d->returned_computed = td_metrics_counter(m, returned, "source=\"computed\"", "");
     declare_drafters(d);
+    d->memo_told = td_metrics_counter(m, "tandem_decode_memo_told_total", NULL,
+                                      "answers that another node had remembered");
     d->memo_paths =
         td_metrics_gauge(m, "tandem_decode_memo_paths", NULL, "remembered continuations");
 }

@@ -183,6 +183,7 @@ typedef struct dcn_node {
     td_metric_t *drafter_accepted[TD_DRAFTER_KINDS];
     td_metric_t *drafter_rejected[TD_DRAFTER_KINDS];
     td_metric_t *memo_paths;
+    td_metric_t *memo_told;
 } dcn_node_t;
 
 _Static_assert(DCN_DRAFT_JOBS_MAX == DCN_BATCH_ROWS_MAX, "a job for each part of a step");
@@ -209,6 +210,16 @@ void dcn_receive_fetched(dcn_node_t *dcn, td_node_fetch_t *job);
 void dcn_batch_admit(dcn_node_t *dcn, dcn_ticket_t *ticket);
 void dcn_batch_schedule(dcn_node_t *dcn);
 void dcn_batch_progress(dcn_node_t *dcn);
+
+/* dcn_memo.c: answers that are remembered */
+/** Where a ticket's outputs begin; valid as long as it is. */
+td_memo_start_t dcn_memo_start(const dcn_node_t *dcn, const dcn_ticket_t *ticket);
+/** Asks the store how the prompt was answered before, where this node doesn't know. */
+void dcn_memo_ask(dcn_node_t *dcn, const dcn_ticket_t *ticket);
+/** The store's answer, for a ticket that it names. */
+void dcn_memo_told(dcn_node_t *dcn, const td_msg_memo_t *found);
+/** Remembers a choice's output, which is whole, for those that ask the same, here and elsewhere. */
+void dcn_memo_learn(dcn_node_t *dcn, const dcn_choice_t *choice);
 
 /* dcn_preempt.c: memory that running requests share */
 /** Tokens to promise an output of at most max_tokens. */
@@ -248,8 +259,6 @@ void dcn_speculate_close(dcn_choice_t *choice);
 void dcn_speculate_token(dcn_choice_t *choice, uint32_t token);
 /** Tells it what the step says behind a draft that was wrong, after the step's tokens. */
 void dcn_speculate_look_behind(dcn_choice_t *choice);
-/** Remembers a choice's output, which is whole, for those that ask the same. */
-void dcn_speculate_learn(dcn_node_t *dcn, const dcn_choice_t *choice);
 /** Has every part of the step that samples propose, or say how much it could, and sets how many of
  * its drafts are made and verified. */
 void dcn_speculate_plan(dcn_node_t *dcn);

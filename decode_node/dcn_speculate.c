@@ -37,26 +37,10 @@ static td_status_t open_model_drafter(dcn_node_t *d, dcn_choice_t *c)
     return w->drafter == TD_DRAFTER_DRAFT_MODEL ? dcn_draft_model_admit(d, c) : TD_OK;
 }
 
-static td_memo_start_t start_of(const dcn_node_t *d, const dcn_ticket_t *t)
-{
-    const td_msg_work_t *w = &t->work;
-    td_memo_start_t start = {.root = &t->root,
-                             .has_parent = t->full_blocks > 0,
-                             .key = t->keys[t->blocks - 1],
-                             .tail_tokens =
-                                 w->prompt_tokens % td_node_layout(&d->node)->block_tokens};
-
-    start.tail = w->prompt + w->prompt_tokens - start.tail_tokens;
-    if (start.has_parent) {
-        start.parent = t->keys[t->full_blocks - 1];
-    }
-    return start;
-}
-
 td_status_t dcn_speculate_open(dcn_node_t *d, dcn_choice_t *c)
 {
     const td_msg_work_t *w = &c->ticket->work;
-    const td_memo_start_t start = start_of(d, c->ticket);
+    const td_memo_start_t start = dcn_memo_start(d, c->ticket);
     const td_draft_config_t config = {.tokens_max = w->prompt_tokens + w->max_tokens,
                                       .prediction = w->prediction,
                                       .prediction_tokens = w->prediction_tokens,
@@ -101,15 +85,6 @@ void dcn_speculate_look_behind(dcn_choice_t *c)
 {
     if (c->behind_count > 0) {
         td_draft_observe(c->draft, c->drafts + c->sampled_count - 1, c->behind, c->behind_count);
-    }
-}
-
-void dcn_speculate_learn(dcn_node_t *d, const dcn_choice_t *c)
-{
-    if (d->memo != NULL) {
-        const td_memo_start_t start = start_of(d, c->ticket);
-        td_memo_learn(d->memo, &start, c->tokens, c->token_count, td_now_ns());
-        td_metric_set(d->memo_paths, td_memo_count(d->memo));
     }
 }
 

@@ -128,7 +128,7 @@ bool dcn_stream_token(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *sample
     if (c->finish == TD_FINISH_NONE) {
         return true;
     }
-    dcn_speculate_learn(d, c);
+    dcn_memo_learn(d, c);
     td_seq_fini(&c->seq);
     dcn_speculate_close(c);
     dcn_output_ended(d, c->token_count);

@@ -343,6 +343,7 @@ void dcn_ticket_reserve(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **are
         ticket_free(d, t); /* never was a ticket: the answer is its end */
         return;
     }
+    dcn_memo_ask(d, t);
     TD_LOG_DEBUG("decode reserved", "req=%s attempt=%u prompt_tokens=%u held_blocks=%u",
                  t->work.request_id, t->attempt, t->work.prompt_tokens, t->held_blocks);
     TD_FAULT_POINT("decode_reserve");

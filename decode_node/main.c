@@ -79,6 +79,8 @@ static void handle(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
         dcn_ticket_reserve(d, msg, arena);
     } else if (msg->type == TD_MSG_CANCEL && from_router) {
         handle_cancel(d, &msg->u.ticket);
+    } else if (msg->type == TD_MSG_MEMO_FOUND) {
+        dcn_memo_told(d, &msg->u.memo);
     } else if (msg->type == TD_MSG_LAYERS_READY) {
         dcn_receive_layers(d, msg);
     } else if (msg->type == TD_MSG_KV_READY) {

@@ -254,6 +254,33 @@ static void handle_put_result(kvs_client_t *c, const td_msg_t *msg)
     }
 }
 
+static void send_memo(kvs_client_t *c, td_msg_type_t type, const td_msg_memo_t *memo)
+{
+    const td_member_peer_t *master = td_member_store_master(c->member);
+    td_msg_t msg = {.type = type};
+
+    msg.u.memo = *memo;
+    if (master != NULL && td_bus_send(c->bus, master->id, &msg) != TD_OK) {
+        TD_LOG_DEBUG("memo not sent", "type=%d", (int)type);
+    }
+}
+
+void kvs_client_memo_put(kvs_client_t *c, const td_block_key_t *key, const uint32_t *tokens,
+                         uint32_t count)
+{
+    const td_msg_memo_t memo = {
+        .key = key, .count = TD_MIN(count, TD_MSG_MEMO_TOKENS_MAX), .tokens = tokens};
+
+    if (count > 0) {
+        send_memo(c, TD_MSG_MEMO_PUT, &memo);
+    }
+}
+
+void kvs_client_memo_get(kvs_client_t *c, const td_block_key_t *key, uint64_t tag)
+{
+    send_memo(c, TD_MSG_MEMO_GET, &(td_msg_memo_t){.key = key, .tag = tag});
+}
+
 bool kvs_client_handle(kvs_client_t *c, const td_msg_t *msg)
 {
     if (msg->type == TD_MSG_PUT_RESULT) {

@@ -42,6 +42,12 @@ TD_MUST_CHECK td_status_t kvs_client_lookup(kvs_client_t *client, const td_block
  * TD_ERR_NO_MEMORY: nothing pinned. */
 TD_MUST_CHECK td_status_t kvs_client_put(kvs_client_t *client, const uint32_t *blocks,
                                          uint32_t count);
+/** Remembers an answer for all nodes: what followed a whole prompt, of which more than
+ * TD_MSG_MEMO_TOKENS_MAX tokens are cut off. Best effort: nobody hears how it went. */
+void kvs_client_memo_put(kvs_client_t *client, const td_block_key_t *key, const uint32_t *tokens,
+                         uint32_t count);
+/** Asks for one: MEMO_FOUND with the tag comes if there is one, else nothing. Best effort. */
+void kvs_client_memo_get(kvs_client_t *client, const td_block_key_t *key, uint64_t tag);
 /** True when the message was an answer of the store. */
 bool kvs_client_handle(kvs_client_t *client, const td_msg_t *msg);
 /** Ends what is overdue or was asked of a master that is gone. */

@@ -21,7 +21,9 @@ kvs_policy_t kvs_policy_default(void)
                           .hot_hits = 16,
                           .hot_half_ms = 10000,
                           .promote_ms = 50,
-                          .cold_keys_max = 1u << 20};
+                          .cold_keys_max = 1u << 20,
+                          .memo_bytes = 16u << 20,
+                          .memo_age_ms = 24 * 60 * 60 * 1000};
 }
 
 static td_status_t check_policy(uint32_t keys_max, const kvs_policy_t *p)

@@ -29,6 +29,8 @@ typedef struct kvs_policy {
     uint32_t hot_half_ms;
     uint32_t promote_ms;    /* a lookup waits for blocks of a cold tier at most so long */
     uint32_t cold_keys_max; /* known of in cold tiers */
+    uint64_t memo_bytes;    /* of answers that nodes remember for each other; 0: none */
+    uint64_t memo_age_ms;
 } kvs_policy_t;
 
 /** Order of eviction: first those without a pin, then soft pins, never hard ones. */

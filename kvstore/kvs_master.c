@@ -48,6 +48,13 @@ static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
                                           "result=\"timeout\"", held_help);
     m->adopted = td_metrics_counter(metrics, "tandem_kvstore_adopted_blocks_total", NULL,
                                     "blocks that segments told of when they were mounted");
+    m->memo_answers = td_metrics_gauge(metrics, "tandem_kvstore_memo_answers", NULL,
+                                       "answers that nodes remember for each other");
+    m->memo_bytes = td_metrics_gauge(metrics, "tandem_kvstore_memo_bytes", NULL, "their memory");
+    m->memo_found = td_metrics_counter(metrics, "tandem_kvstore_memo_asks_total",
+                                       "result=\"found\"", "answers asked for");
+    m->memo_missed = td_metrics_counter(metrics, "tandem_kvstore_memo_asks_total",
+                                        "result=\"missed\"", "answers asked for");
     m->telling = td_metrics_gauge(metrics, "tandem_kvstore_segments_telling", NULL,
                                   "segments that have not told all they hold");
 }
@@ -69,9 +76,11 @@ td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t key
     if (status == TD_OK) {
         status = kvs_removed_create(KVS_REMOVED_MAX, &m->removed);
     }
+    if (status == TD_OK) {
+        status = kvs_memo_create(policy->memo_bytes, policy->memo_age_ms * TD_NS_PER_MS, &m->memo);
+    }
     if (status != TD_OK) {
-        kvs_index_destroy(m->index);
-        td_free(m);
+        kvs_master_destroy(m);
         return status;
     }
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
@@ -94,6 +103,7 @@ void kvs_master_destroy(kvs_master_t *m)
     kvs_master_forget_held(m);
     kvs_cold_destroy(m->cold);
     kvs_removed_destroy(m->removed);
+    kvs_memo_destroy(m->memo);
     kvs_index_destroy(m->index);
     td_free(m);
 }
@@ -812,6 +822,26 @@ static void handle_change(kvs_master_t *m, const td_msg_t *msg)
     td_free(statuses);
 }
 
+/* --- remembered answers ----------------------------------------------------------------------- */
+
+static void handle_memo(kvs_master_t *m, const td_msg_t *msg)
+{
+    const td_msg_memo_t *ask = &msg->u.memo;
+    td_msg_t found = {.type = TD_MSG_MEMO_FOUND, .u.memo = {.key = ask->key, .tag = ask->tag}};
+
+    if (msg->type == TD_MSG_MEMO_PUT) {
+        kvs_memo_put(m->memo, ask->key, ask->tokens, ask->count, td_now_ns());
+        td_metric_set(m->memo_answers, kvs_memo_count(m->memo));
+        td_metric_set(m->memo_bytes, kvs_memo_bytes(m->memo));
+        return;
+    }
+    found.u.memo.tokens = kvs_memo_get(m->memo, ask->key, td_now_ns(), &found.u.memo.count);
+    td_metric_add(found.u.memo.tokens != NULL ? m->memo_found : m->memo_missed, 1);
+    if (found.u.memo.tokens != NULL && td_bus_send(m->bus, msg->sender_id, &found) != TD_OK) {
+        TD_LOG_DEBUG("memo not sent", "to=%s", msg->sender_id);
+    }
+}
+
 /* --- loop ------------------------------------------------------------------------------------- */
 
 /* A segment whose words were lost on their way has to say again what it holds. */
@@ -845,6 +875,10 @@ bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
     case TD_MSG_STORE_PIN:
     case TD_MSG_STORE_REMOVE:
         handle_change(m, msg);
+        return true;
+    case TD_MSG_MEMO_PUT:
+    case TD_MSG_MEMO_GET:
+        handle_memo(m, msg);
         return true;
     default:
         return false;

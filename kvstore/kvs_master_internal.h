@@ -7,6 +7,7 @@
 
 #include "kvstore/kvs_cold.h"
 #include "kvstore/kvs_master.h"
+#include "kvstore/kvs_memo.h"
 #include "kvstore/kvs_removed.h"
 
 #define KVS_TAKEN_MAX 64u /* keys; past it the segment is mounted again */
@@ -61,6 +62,7 @@ struct kvs_master {
     uint32_t held_count;
     kvs_cold_t *cold;       /* owned */
     kvs_removed_t *removed; /* owned */
+    kvs_memo_t *memo;       /* owned */
     held_t held[KVS_HELD_MAX];
     kvs_index_t *index;                            /* owned */
     kvs_segment_info_t segments[KVS_SEGMENTS_MAX]; /* by their number in the index */
@@ -82,6 +84,10 @@ struct kvs_master {
     td_metric_t *held_time_out;
     td_metric_t *adopted;
     td_metric_t *telling;
+    td_metric_t *memo_answers;
+    td_metric_t *memo_bytes;
+    td_metric_t *memo_found;
+    td_metric_t *memo_missed;
 };
 
 /** May this process give orders now? Whatever it was a moment ago: it may have slept. */

@@ -14,6 +14,7 @@
 #include "common/wire/td_proc.h"
 #include "kvstore/kvs_cold.h"
 #include "kvstore/kvs_master.h"
+#include "kvstore/kvs_memo.h"
 #include "kvstore/kvs_segment.h"
 
 #define TICK_MS 100u
@@ -62,6 +63,10 @@ static const td_option_t options[] = {
      1000},
     {"cold-keys-max", TD_OPTION_COUNT, "1048576", "keys on disks that the master knows of", 1,
      KVS_COLD_KEYS_MAX},
+    {"memo-memory", TD_OPTION_BYTES, "16M",
+     "of answers that nodes remember for each other, 0 = none", 0, KVS_MEMO_BYTES_MAX},
+    {"memo-max-age", TD_OPTION_MS, "86400s", "after which such an answer is forgotten", 1,
+     UINT32_MAX},
     {"tier-dir", TD_OPTION_TEXT, NULL, "folder of the cold tier on a local disk"},
     {"tier-bytes", TD_OPTION_BYTES, "0", "size of the cold tier, 0 = none", 0, KVS_TIER_BYTES_MAX},
     {"tier-io", TD_OPTION_CHOICE, "uring", "how its file is used; uring falls back to pread", 0, 0,
@@ -82,6 +87,8 @@ static kvs_policy_t read_policy(const td_config_t *config)
         .hot_half_ms = (uint32_t)td_config_u64(config, "hot-half-ms"),
         .promote_ms = (uint32_t)td_config_u64(config, "promote-ms"),
         .cold_keys_max = (uint32_t)td_config_u64(config, "cold-keys-max"),
+        .memo_bytes = td_config_u64(config, "memo-memory"),
+        .memo_age_ms = td_config_u64(config, "memo-max-age"),
     };
     p.hot_replicas = TD_MAX(p.hot_replicas, p.replicas);
     return p;

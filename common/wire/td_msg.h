@@ -58,7 +58,10 @@ typedef enum td_msg_type {
     TD_MSG_MOUNT = 50,
     TD_MSG_PROMOTE_ORDER = 51,
     TD_MSG_STORE_MANIFEST = 52,
-    TD_MSG_PIN_ORDER = 53
+    TD_MSG_PIN_ORDER = 53,
+    TD_MSG_MEMO_PUT = 54,
+    TD_MSG_MEMO_GET = 55,
+    TD_MSG_MEMO_FOUND = 56
 } td_msg_type_t;
 
 typedef enum td_role {
@@ -298,6 +301,16 @@ typedef struct td_msg_draft_history {
     const td_msg_draft_past_t *past;
 } td_msg_draft_history_t;
 
+#define TD_MSG_MEMO_TOKENS_MAX 2048u
+
+/** MEMO_PUT, MEMO_GET (no tokens), MEMO_FOUND. */
+typedef struct td_msg_memo {
+    const td_block_key_t *key;
+    uint64_t tag;   /* the asker's, of GET and FOUND */
+    uint32_t count; /* <= TD_MSG_MEMO_TOKENS_MAX */
+    const uint32_t *tokens;
+} td_msg_memo_t;
+
 #define TD_MSG_PIN_MAX 2u /* none, soft, hard */
 #define TD_MSG_MANIFEST_KEYS_MAX 1024u
 
@@ -375,6 +388,7 @@ typedef struct td_msg {
         td_msg_draft_history_t draft_history;
         td_msg_blocks_t blocks;
         td_msg_lookup_result_t found;
+        td_msg_memo_t memo;
     } u;
 } td_msg_t;
 

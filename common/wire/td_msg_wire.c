@@ -434,6 +434,27 @@ static void fill_past(const td_msg_draft_past_t *past, PB(DraftPast) * pb)
     pb->decode_s = past->decode_s;
 }
 
+static td_status_t encode_memo(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
+{
+    const td_msg_memo_t *m = &msg->u.memo;
+    PB(Memo) pb = TANDEM__V1__MEMO__INIT;
+
+    pb.key = pb_keys(m->key, 1);
+    pb.tag = m->tag;
+    PB_ARRAY(pb, tokens, uint32_t, m->tokens, m->count);
+    if (msg->type == TD_MSG_MEMO_PUT) {
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_MEMO_PUT;
+        env->memo_put = &pb;
+    } else if (msg->type == TD_MSG_MEMO_GET) {
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_MEMO_GET;
+        env->memo_get = &pb;
+    } else {
+        env->body_case = TANDEM__V1__ENVELOPE__BODY_MEMO_FOUND;
+        env->memo_found = &pb;
+    }
+    return pack(msg, env, out);
+}
+
 static td_status_t encode_draft_history(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_draft_history_t *m = &msg->u.draft_history;
@@ -658,6 +679,10 @@ td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out)
         return encode_blocks(msg, &env, out);
     case TD_MSG_LOOKUP_RESULT:
         return encode_lookup_result(msg, &env, out);
+    case TD_MSG_MEMO_PUT:
+    case TD_MSG_MEMO_GET:
+    case TD_MSG_MEMO_FOUND:
+        return encode_memo(msg, &env, out);
     case TD_MSG_NONE:
         break;
     }
@@ -1095,6 +1120,18 @@ static td_status_t read_manifest(const PB(StoreManifest) * pb, td_msg_blocks_t *
     return TD_OK;
 }
 
+static td_status_t read_memo(const PB(Memo) * pb, bool has_tokens, td_msg_memo_t *m)
+{
+    MUST(pb->key.len == TD_BLOCK_KEY_BYTES, "memo: a key of 16 bytes expected");
+    MUST(pb->n_tokens <= TD_MSG_MEMO_TOKENS_MAX, "memo: too many tokens");
+    MUST((pb->n_tokens > 0) == has_tokens, "memo: tokens absent, or where none belong");
+    m->key = (const td_block_key_t *)pb->key.data;
+    m->tag = pb->tag;
+    m->count = (uint32_t)pb->n_tokens;
+    m->tokens = pb->tokens;
+    return TD_OK;
+}
+
 static td_status_t read_put_start(const PB(PutStart) * pb, td_msg_blocks_t *m)
 {
     TD_TRY(read_keys(&pb->keys, m));
@@ -1278,6 +1315,12 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
         return read_keys(&env->promote_order->keys, &msg->u.blocks);
     case TANDEM__V1__ENVELOPE__BODY_STORE_MANIFEST:
         return read_manifest(env->store_manifest, &msg->u.blocks);
+    case TANDEM__V1__ENVELOPE__BODY_MEMO_PUT:
+        return read_memo(env->memo_put, true, &msg->u.memo);
+    case TANDEM__V1__ENVELOPE__BODY_MEMO_GET:
+        return read_memo(env->memo_get, false, &msg->u.memo);
+    case TANDEM__V1__ENVELOPE__BODY_MEMO_FOUND:
+        return read_memo(env->memo_found, true, &msg->u.memo);
     case TANDEM__V1__ENVELOPE__BODY_STORE_RESULT:
         return read_put_result(env->store_result, &msg->u.blocks);
     default:

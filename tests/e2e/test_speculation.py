@@ -169,6 +169,34 @@ def test_i8_memo_shares_nothing_between_salts(options):
 
 
 @test
+def test_i1_memo_is_shared_through_the_store(options):
+    """What one decode node has answered another one drafts; not of another salt, and not from a store
+    that keeps nothing."""
+    kept = {}
+    for memory in ("1M", "0"):
+        with Cluster(options.bin, prefill=1, decode=2, router_args=["--allow-placement"],
+                     kvstore_args=["--memo-memory", memory]) as c:
+            def answer(node, salt):
+                reply = c.complete(FREE, max_tokens=64, temperature=0.9, seed=3, logprobs=2,
+                                   ignore_eos=True, cache_salt=salt,
+                                   tandem={"prefill": "prefill-1", "decode": node},
+                                   speculation={"drafter": "memo", "k": 8})
+                return ([(each["text"], each["logprobs"]) for each in reply.choices],
+                        accepted(reply.usage["completion_tokens_details"]))
+
+            first, by_itself = answer("decode-1", "us")
+            wait_until(lambda: memory == "0" or
+                       c.metrics("kvstore-1")["tandem_kvstore_memo_answers"] == 1, 10,
+                       "the store has the answer")
+            again, kept[memory] = answer("decode-2", "us")
+            assert again == first
+            other, theirs = answer("decode-2", "them")
+            assert other == first and theirs <= by_itself
+            assert c.metrics("decode-2")["tandem_decode_memo_told_total"] == (memory != "0")
+    assert kept["1M"] >= 50 and kept["0"] <= by_itself, kept
+
+
+@test
 def test_memo_without_memory_is_prompt_lookup(options):
     with Cluster(options.bin, kvstore=0, decode_args=["--memo-memory", "0"]) as c:
         details = [c.complete(FREE, max_tokens=48, temperature=0, ignore_eos=True,

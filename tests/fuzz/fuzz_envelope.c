@@ -194,6 +194,12 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
                                           .epochs = u64s,
                                           .checksums = u64s};
         break;
+    case TD_MSG_MEMO_PUT:
+    case TD_MSG_MEMO_GET:
+    case TD_MSG_MEMO_FOUND:
+        msg->u.memo = (td_msg_memo_t){
+            .key = keys, .tag = 5, .count = type == TD_MSG_MEMO_GET ? 0 : 3, .tokens = u32s};
+        break;
     case TD_MSG_LOOKUP_RESULT:
         msg->u.found = (td_msg_lookup_result_t){.request = 1,
                                                 .segment_count = 2,
@@ -218,7 +224,8 @@ static const td_msg_type_t types[] = {
     TD_MSG_PUT_START,      TD_MSG_PUT_RESULT,   TD_MSG_STORE_ORDER,   TD_MSG_STORE_DONE,
     TD_MSG_EVICT_ORDER,    TD_MSG_LOOKUP,       TD_MSG_LOOKUP_RESULT, TD_MSG_STORE_PIN,
     TD_MSG_STORE_REMOVE,   TD_MSG_STORE_RESULT, TD_MSG_MOUNT,         TD_MSG_PROMOTE_ORDER,
-    TD_MSG_STORE_MANIFEST, TD_MSG_PIN_ORDER};
+    TD_MSG_STORE_MANIFEST, TD_MSG_PIN_ORDER,    TD_MSG_MEMO_PUT,      TD_MSG_MEMO_GET,
+    TD_MSG_MEMO_FOUND};
 
 static int make_corpus(const char *dir)
 {

@@ -360,6 +360,40 @@ static void test_msg_mount_and_manifest(void **state)
     }
 }
 
+static void test_msg_memo_survives_the_wire(void **state)
+{
+    static const td_msg_type_t types[] = {TD_MSG_MEMO_PUT, TD_MSG_MEMO_GET, TD_MSG_MEMO_FOUND};
+    static uint32_t tokens[TD_MSG_MEMO_TOKENS_MAX + 1] = {7, 8, 9};
+    const td_block_key_t key = {{1, 2, 3}};
+    (void)state;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
+        const uint32_t good = types[i] == TD_MSG_MEMO_GET ? 0 : TD_MSG_MEMO_TOKENS_MAX;
+        const uint32_t counts[] = {good, good == 0 ? 1 : 0, good + 1};
+        for (size_t c = 0; c < TD_ARRAY_LEN(counts); c++) {
+            td_msg_t msg = {.type = types[i], .sender_id = "x"};
+            td_str_t bytes = {0};
+            td_msg_arena_t *arena = NULL;
+            td_msg_t out;
+            msg.u.memo =
+                (td_msg_memo_t){.key = &key, .tag = 77, .count = counts[c], .tokens = tokens};
+            assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+            assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena),
+                             c == 0 ? TD_OK : TD_ERR_PROTOCOL);
+            if (c == 0) {
+                assert_int_equal(out.type, types[i]);
+                assert_true(td_block_key_equal(out.u.memo.key, &key));
+                assert_int_equal(out.u.memo.tag, 77);
+                assert_int_equal(out.u.memo.count, good);
+                assert_true(good == 0 ||
+                            memcmp(out.u.memo.tokens, tokens, good * sizeof(*tokens)) == 0);
+                td_msg_arena_free(arena);
+            }
+            td_str_fini(&bytes);
+        }
+    }
+}
+
 /* Where blocks lie in memory, with one place, epoch and checksum a key; pins may be left out. */
 static void test_msg_manifest_of_memory(void **state)
 {
@@ -512,6 +546,7 @@ int main(void)
         cmocka_unit_test(test_msg_kv_ready_survives_the_wire),
         cmocka_unit_test(test_msg_end_tells_what_drafts_were_worth),
         cmocka_unit_test(test_msg_heartbeat_tells_costs),
+        cmocka_unit_test(test_msg_memo_survives_the_wire),
         cmocka_unit_test(test_msg_draft_history_survives_the_wire),
         cmocka_unit_test(test_msg_store_lists_survive_the_wire),
         cmocka_unit_test(test_msg_mount_and_manifest),
