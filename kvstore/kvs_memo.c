@@ -3,17 +3,17 @@
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_lru.h"
 #include "common/kv/td_key_index.h"
 
-#define NONE UINT32_MAX
+#define NONE TD_LRU_NONE
 #define ANSWER_BYTES 256u /* so many entries there are room for, of answers of such a size */
 
 typedef struct answer {
     td_block_key_t key;
     uint32_t *tokens; /* owned; NULL: the place is free */
     uint32_t count;
-    uint32_t newer; /* NONE: none; of a free place: the next free one */
-    uint32_t older;
+    td_lru_link_t use; /* of a free place: newer is the next free one */
     uint64_t put_ns;
 } answer_t;
 
@@ -25,8 +25,7 @@ struct kvs_memo {
     uint32_t answers_max;
     uint32_t count;
     uint32_t free; /* NONE: none */
-    uint32_t oldest;
-    uint32_t newest;
+    td_lru_t use;
     td_key_index_t index; /* owned */
 };
 
@@ -49,9 +48,9 @@ td_status_t kvs_memo_create(uint64_t bytes_max, uint64_t max_age_ns, kvs_memo_t 
         return TD_ERR_NO_MEMORY;
     }
     for (uint32_t i = 0; i < m->answers_max; i++) {
-        m->answers[i].newer = i + 1 < m->answers_max ? i + 1 : NONE;
+        m->answers[i].use.newer = i + 1 < m->answers_max ? i + 1 : NONE;
     }
-    m->oldest = m->newest = NONE;
+    td_lru_init(&m->use, &m->answers[0].use, sizeof(*m->answers));
     *out = m;
     return TD_OK;
 }
@@ -61,28 +60,12 @@ void kvs_memo_destroy(kvs_memo_t *m)
     if (m == NULL) {
         return;
     }
-    for (uint32_t at = m->oldest; at != NONE; at = m->answers[at].newer) {
+    for (uint32_t at = m->use.oldest; at != NONE; at = td_lru_newer(&m->use, at)) {
         td_free(m->answers[at].tokens);
     }
     td_key_index_fini(&m->index);
     td_free(m->answers);
     td_free(m);
-}
-
-static void unlink_use(kvs_memo_t *m, uint32_t at)
-{
-    const answer_t *a = &m->answers[at];
-
-    *(a->newer == NONE ? &m->newest : &m->answers[a->newer].older) = a->older;
-    *(a->older == NONE ? &m->oldest : &m->answers[a->older].newer) = a->newer;
-}
-
-static void link_newest(kvs_memo_t *m, uint32_t at)
-{
-    m->answers[at].newer = NONE;
-    m->answers[at].older = m->newest;
-    *(m->newest == NONE ? &m->oldest : &m->answers[m->newest].newer) = at;
-    m->newest = at;
 }
 
 static uint64_t bytes_of(uint32_t count)
@@ -95,11 +78,11 @@ static void forget(kvs_memo_t *m, uint32_t at)
     answer_t *a = &m->answers[at];
 
     td_key_index_remove(&m->index, at);
-    unlink_use(m, at);
+    td_lru_remove(&m->use, at);
     m->bytes -= bytes_of(a->count);
     m->count--;
     td_free(a->tokens);
-    *a = (answer_t){.newer = m->free};
+    *a = (answer_t){.use = {.newer = m->free}};
     m->free = at;
 }
 
@@ -122,12 +105,12 @@ void kvs_memo_put(kvs_memo_t *m, const td_block_key_t *key, const uint32_t *toke
     }
     memcpy(copy, tokens, count * sizeof(*copy));
     while (m->bytes + bytes_of(count) > m->bytes_max || m->free == NONE) {
-        forget(m, m->oldest);
+        forget(m, m->use.oldest);
     }
     at = m->free;
-    m->free = m->answers[at].newer;
+    m->free = m->answers[at].use.newer;
     m->answers[at] = (answer_t){.key = *key, .tokens = copy, .count = count, .put_ns = now_ns};
-    link_newest(m, at);
+    td_lru_add(&m->use, at);
     td_key_index_add(&m->index, at);
     m->bytes += bytes_of(count);
     m->count++;
@@ -145,8 +128,7 @@ const uint32_t *kvs_memo_get(kvs_memo_t *m, const td_block_key_t *key, uint64_t 
         forget(m, at);
         return NULL;
     }
-    unlink_use(m, at);
-    link_newest(m, at);
+    td_lru_use(&m->use, at);
     *count_out = m->answers[at].count;
     return m->answers[at].tokens;
 }

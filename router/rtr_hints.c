@@ -3,15 +3,15 @@
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_lru.h"
 
-#define NONE UINT32_MAX
+#define NONE TD_LRU_NONE
 
 typedef struct entry {
     td_block_key_t key;
     rtr_slot_set_t slots;
     uint32_t chain; /* next in the bucket */
-    uint32_t older; /* towards the least recently used */
-    uint32_t newer;
+    td_lru_link_t use;
 } entry_t;
 
 struct rtr_hints {
@@ -20,8 +20,7 @@ struct rtr_hints {
     uint32_t entries_max;
     uint32_t bucket_mask;
     uint32_t count; /* entries [0, count) are in use */
-    uint32_t newest;
-    uint32_t oldest;
+    td_lru_t use;
 };
 
 td_status_t rtr_hints_create(uint32_t entries_max, rtr_hints_t **out)
@@ -45,8 +44,7 @@ td_status_t rtr_hints_create(uint32_t entries_max, rtr_hints_t **out)
     memset(h->buckets, 0xff, buckets * sizeof(*h->buckets));
     h->entries_max = entries_max;
     h->bucket_mask = buckets - 1;
-    h->newest = NONE;
-    h->oldest = NONE;
+    td_lru_init(&h->use, &h->entries[0].use, sizeof(*h->entries));
     *out = h;
     return TD_OK;
 }
@@ -78,33 +76,6 @@ static uint32_t find(const rtr_hints_t *h, const td_block_key_t *key)
     return at;
 }
 
-static void lru_unlink(rtr_hints_t *h, uint32_t at)
-{
-    entry_t *e = &h->entries[at];
-    if (e->newer != NONE) {
-        h->entries[e->newer].older = e->older;
-    } else {
-        h->newest = e->older;
-    }
-    if (e->older != NONE) {
-        h->entries[e->older].newer = e->newer;
-    } else {
-        h->oldest = e->newer;
-    }
-}
-
-static void lru_push(rtr_hints_t *h, uint32_t at)
-{
-    h->entries[at].newer = NONE;
-    h->entries[at].older = h->newest;
-    if (h->newest != NONE) {
-        h->entries[h->newest].newer = at;
-    } else {
-        h->oldest = at;
-    }
-    h->newest = at;
-}
-
 static void bucket_remove(rtr_hints_t *h, uint32_t at)
 {
     uint32_t *link = bucket_of(h, &h->entries[at].key);
@@ -116,12 +87,12 @@ static void bucket_remove(rtr_hints_t *h, uint32_t at)
 
 static uint32_t take_entry(rtr_hints_t *h)
 {
-    uint32_t at = h->oldest;
+    uint32_t at = h->use.oldest;
     if (h->count < h->entries_max) {
         return h->count++;
     }
     bucket_remove(h, at);
-    lru_unlink(h, at);
+    td_lru_remove(&h->use, at);
     return at;
 }
 
@@ -138,9 +109,9 @@ void rtr_hints_add(rtr_hints_t *h, const td_block_key_t *keys, uint32_t count, u
             h->entries[at] = (entry_t){.key = *key, .chain = *bucket};
             *bucket = at;
         } else {
-            lru_unlink(h, at);
+            td_lru_remove(&h->use, at);
         }
-        lru_push(h, at);
+        td_lru_add(&h->use, at);
         rtr_slot_add(&h->entries[at].slots, slot);
     }
 }

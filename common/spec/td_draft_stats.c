@@ -4,24 +4,23 @@
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_lru.h"
 
-#define NONE UINT32_MAX
+#define NONE TD_LRU_NONE
 #define ROW_COST_MIN 0.01 /* of a step: no row is free, however measured */
 
 /* In a chain of its bucket, and in the list of all by the last report. */
 typedef struct entry {
     td_draft_past_t past; /* first: an entry is found from what was lent */
     uint32_t chain;
-    uint32_t newer;
-    uint32_t older;
+    td_lru_link_t use;
 } entry_t;
 
 struct td_draft_stats {
     uint32_t entries_max;
     uint32_t bucket_mask;
     uint32_t count; /* entries [0, count) are in use */
-    uint32_t newest;
-    uint32_t oldest;
+    td_lru_t use;
     uint32_t *buckets; /* owned [bucket_mask + 1]: first of the chain */
     entry_t *entries;  /* owned [entries_max] */
 };
@@ -47,7 +46,7 @@ td_status_t td_draft_stats_create(uint32_t entries_max, td_draft_stats_t **out)
     memset(s->buckets, 0xff, buckets * sizeof(*s->buckets));
     s->entries_max = entries_max;
     s->bucket_mask = buckets - 1;
-    s->newest = s->oldest = NONE;
+    td_lru_init(&s->use, &s->entries[0].use, sizeof(*s->entries));
     *out = s;
     return TD_OK;
 }
@@ -86,26 +85,10 @@ static uint32_t find(const td_draft_stats_t *s, const td_draft_key_t *key)
     return at;
 }
 
-static void unlink_use(td_draft_stats_t *s, uint32_t at)
-{
-    const entry_t *e = &s->entries[at];
-
-    *(e->newer == NONE ? &s->newest : &s->entries[e->newer].older) = e->older;
-    *(e->older == NONE ? &s->oldest : &s->entries[e->older].newer) = e->newer;
-}
-
-static void link_newest(td_draft_stats_t *s, uint32_t at)
-{
-    s->entries[at].newer = NONE;
-    s->entries[at].older = s->newest;
-    *(s->newest == NONE ? &s->oldest : &s->entries[s->newest].newer) = at;
-    s->newest = at;
-}
-
 /* A free entry, or that of whoever was silent for longest. */
 static uint32_t take(td_draft_stats_t *s)
 {
-    const uint32_t at = s->oldest;
+    const uint32_t at = s->use.oldest;
     uint32_t *link = NULL;
 
     if (s->count < s->entries_max) {
@@ -116,7 +99,7 @@ static uint32_t take(td_draft_stats_t *s)
         link = &s->entries[*link].chain;
     }
     *link = s->entries[at].chain;
-    unlink_use(s, at);
+    td_lru_remove(&s->use, at);
     return at;
 }
 
@@ -126,14 +109,14 @@ static td_draft_past_t *open_entry(td_draft_stats_t *s, const td_draft_key_t *ke
     uint32_t at = find(s, key);
 
     if (at != NONE) {
-        unlink_use(s, at);
+        td_lru_remove(&s->use, at);
     } else {
         uint32_t *bucket = bucket_of(s, key);
         at = take(s);
         s->entries[at] = (entry_t){.past = {.key = *key}, .chain = *bucket};
         *bucket = at;
     }
-    link_newest(s, at);
+    td_lru_add(&s->use, at);
     return &s->entries[at].past;
 }
 
@@ -150,12 +133,12 @@ uint32_t td_draft_stats_count(const td_draft_stats_t *s)
 
 const td_draft_past_t *td_draft_stats_oldest(const td_draft_stats_t *s)
 {
-    return s->oldest == NONE ? NULL : &s->entries[s->oldest].past;
+    return s->use.oldest == NONE ? NULL : &s->entries[s->use.oldest].past;
 }
 
 const td_draft_past_t *td_draft_stats_newer(const td_draft_stats_t *s, const td_draft_past_t *past)
 {
-    const uint32_t at = ((const entry_t *)past)->newer;
+    const uint32_t at = ((const entry_t *)past)->use.newer;
     return at == NONE ? NULL : &s->entries[at].past;
 }
 

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_lru.h"
 
 #define NONE UINT32_MAX
 
@@ -12,8 +13,7 @@ typedef struct entry {
     uint64_t learned_ns;
     uint32_t tokens;
     uint32_t chain;
-    uint32_t newer;
-    uint32_t older;
+    td_lru_link_t use;
 } entry_t;
 
 struct td_memo {
@@ -22,8 +22,7 @@ struct td_memo {
     uint64_t max_age_ns;
     uint32_t capacity;
     uint32_t count;
-    uint32_t newest;
-    uint32_t oldest;
+    td_lru_t use;
     uint32_t free; /* chain of entries that were given up */
     uint32_t used; /* entries that ever were in use: beyond them memory is untouched */
     uint32_t slot_mask;
@@ -52,7 +51,7 @@ td_status_t td_memo_create(uint64_t bytes, uint32_t block_tokens, uint64_t max_a
     m->path_max = path_max;
     m->max_age_ns = max_age_ns;
     m->capacity = (uint32_t)TD_MIN((bytes - sizeof(*m)) / each, (uint64_t)NONE - 1);
-    m->newest = m->oldest = m->free = NONE;
+    m->free = NONE;
     m->slot_mask = 1;
     while (m->slot_mask * 2ull <= m->capacity) {
         m->slot_mask *= 2;
@@ -65,6 +64,7 @@ td_status_t td_memo_create(uint64_t bytes, uint32_t block_tokens, uint64_t max_a
         td_memo_destroy(m);
         return TD_ERR_NO_MEMORY;
     }
+    td_lru_init(&m->use, &m->entries[0].use, sizeof(*m->entries));
     *out = m;
     return TD_OK;
 }
@@ -87,22 +87,6 @@ static uint32_t *slot_of(const td_memo_t *m, const td_block_key_t *key)
     return &m->slots[hash & m->slot_mask];
 }
 
-static void unlink_use(td_memo_t *m, uint32_t idx)
-{
-    const entry_t *e = &m->entries[idx];
-
-    *(e->newer == NONE ? &m->newest : &m->entries[e->newer].older) = e->older;
-    *(e->older == NONE ? &m->oldest : &m->entries[e->older].newer) = e->newer;
-}
-
-static void link_newest(td_memo_t *m, uint32_t idx)
-{
-    m->entries[idx].newer = NONE;
-    m->entries[idx].older = m->newest;
-    *(m->newest == NONE ? &m->oldest : &m->entries[m->newest].newer) = idx;
-    m->newest = idx;
-}
-
 static void give_up(td_memo_t *m, uint32_t idx)
 {
     entry_t *e = &m->entries[idx];
@@ -112,7 +96,7 @@ static void give_up(td_memo_t *m, uint32_t idx)
         link = &m->entries[*link - 1].chain;
     }
     *link = e->chain;
-    unlink_use(m, idx);
+    td_lru_remove(&m->use, idx);
     e->chain = m->free;
     m->free = idx;
     m->count--;
@@ -140,7 +124,7 @@ static uint32_t add(td_memo_t *m, const td_block_key_t *key)
     uint32_t idx = 0;
 
     if (m->count == m->capacity) {
-        give_up(m, m->oldest);
+        give_up(m, m->use.oldest);
     }
     if (m->free != NONE) {
         idx = m->free;
@@ -150,7 +134,7 @@ static uint32_t add(td_memo_t *m, const td_block_key_t *key)
     }
     m->entries[idx] = (entry_t){.key = *key, .chain = *slot};
     *slot = idx + 1;
-    link_newest(m, idx);
+    td_lru_add(&m->use, idx);
     m->count++;
     return idx;
 }
@@ -168,8 +152,7 @@ static void put(td_memo_t *m, const td_block_key_t *key, const uint32_t *tokens,
     if (idx == NONE) {
         idx = add(m, key);
     } else {
-        unlink_use(m, idx);
-        link_newest(m, idx);
+        td_lru_use(&m->use, idx);
     }
     path = m->paths + (size_t)idx * m->path_max;
     m->entries[idx].learned_ns = now_ns;
@@ -213,8 +196,7 @@ uint32_t td_memo_find(td_memo_t *m, const td_block_key_t *key, uint64_t now_ns, 
     if (idx == NONE) {
         return 0;
     }
-    unlink_use(m, idx);
-    link_newest(m, idx);
+    td_lru_use(&m->use, idx);
     memcpy(out, m->paths + (size_t)idx * m->path_max, m->entries[idx].tokens * sizeof(*out));
     return m->entries[idx].tokens;
 }
