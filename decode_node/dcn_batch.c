@@ -115,7 +115,8 @@ void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
         td_sampled_t first = first_token(t, i);
         uint64_t hash = t->ready.hash_count > 0 ? t->ready.hashes[i] : 0;
         td_sampler_accept(t->choices[i].sampler, first.token);
-        if (!dcn_stream_token(d, &t->choices[i], &first, hash)) {
+        if (!dcn_stream_token(d, &t->choices[i], &first, hash) ||
+            !dcn_stream_flush(d, &t->choices[i])) {
             return; /* the ticket has ended */
         }
     }
@@ -343,6 +344,12 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
         }
     }
     if (c->finish == TD_FINISH_NONE) {
+        if (!dcn_stream_flush(d, c)) {
+            return false;
+        }
+        if (c->ticket->fetches == 0) {
+            dcn_stream_publish(d, c);
+        }
         dcn_speculate_look_behind(c);
         td_seq_truncate(&c->seq, c->kv_tokens);
         td_seq_forget(&c->seq, c->kv_tokens); /* after what it had filled was published */

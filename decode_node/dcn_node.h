@@ -128,6 +128,19 @@ typedef struct dcn_batch {
     uint64_t plain_ns; /* estimated without drafts; not set where there were none */
 } dcn_batch_t;
 
+/* What a step gives a choice, for one message. */
+typedef struct dcn_out {
+    uint32_t count;
+    uint32_t tokens[TD_DRAFT_TOKENS_MAX + 1];
+    uint64_t hashes[TD_DRAFT_TOKENS_MAX + 1];
+    float logprobs[TD_DRAFT_TOKENS_MAX + 1];
+    uint32_t top_counts[TD_DRAFT_TOKENS_MAX + 1];
+    uint32_t top_total;
+    uint32_t top_tokens[(TD_DRAFT_TOKENS_MAX + 1) * TD_TOP_LOGPROBS_MAX];
+    float top_logprobs[(TD_DRAFT_TOKENS_MAX + 1) * TD_TOP_LOGPROBS_MAX];
+    td_str_t text; /* owned */
+} dcn_out_t;
+
 typedef struct dcn_node {
     td_node_t node;
     kvs_client_t *store;
@@ -158,6 +171,7 @@ typedef struct dcn_node {
     uint64_t told_router;     /* incarnation of the router that was told it */
     td_msg_heartbeat_t costs; /* only those of steps and passes */
     uint64_t next_costs_ns;
+    dcn_out_t out; /* scratch */
     td_str_t text; /* scratch */
     td_str_t raw;  /* scratch */
     uint64_t tokens_per_s;
@@ -280,10 +294,11 @@ void dcn_worth_tell(dcn_node_t *dcn, uint64_t router_incarnation);
 void dcn_worth_costs(dcn_node_t *dcn, td_msg_heartbeat_t *load);
 
 /* dcn_stream.c: tokens to text to the router */
-/** Takes a choice's next token: text, stop conditions, message; publishes full blocks.
- * Returns false when the ticket has ended. */
+/** Takes a choice's next token: text, stop conditions. What ends it, or all that the step gave it
+ * by dcn_stream_flush(), goes to the router in one message. False: the ticket has ended. */
 bool dcn_stream_token(dcn_node_t *dcn, dcn_choice_t *choice, const td_sampled_t *sampled,
                       uint64_t logits_hash);
+bool dcn_stream_flush(dcn_node_t *dcn, dcn_choice_t *choice);
 /** Indexes and offers the blocks that a choice has filled since last time. */
 void dcn_stream_publish(dcn_node_t *dcn, dcn_choice_t *choice);
 

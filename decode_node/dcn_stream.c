@@ -1,5 +1,5 @@
-/* From a sampled token to what the client reads: text, stop conditions, the message to the router,
- * and blocks that became full and are worth keeping. */
+/* From a sampled token to what the client reads: text, stop conditions, the message to the router
+ * (one for all that a step gives a choice), and blocks that became full and are worth keeping. */
 #include "decode_node/dcn_node.h"
 
 #include <string.h>
@@ -65,36 +65,57 @@ static td_status_t make_text(dcn_node_t *d, dcn_choice_t *c, uint32_t token, boo
     return TD_OK;
 }
 
-static td_status_t send_token(dcn_node_t *d, const dcn_choice_t *c, const td_sampled_t *sampled,
-                              uint64_t hash)
+/* --- the message ------------------------------------------------------------------------------ */
+
+/* Behind what the step has given the choice so far. */
+static td_status_t out_add(dcn_out_t *out, const td_sampled_t *sampled, uint64_t hash,
+                           const td_str_t *text)
+{
+    const uint32_t at = out->count++;
+
+    TD_ASSERT(at < TD_ARRAY_LEN(out->tokens));
+    out->tokens[at] = sampled->token;
+    out->hashes[at] = hash;
+    out->logprobs[at] = sampled->logprob;
+    out->top_counts[at] = sampled->top_count;
+    for (uint32_t i = 0; i < sampled->top_count; i++, out->top_total++) {
+        out->top_tokens[out->top_total] = sampled->top[i].token;
+        out->top_logprobs[out->top_total] = sampled->top[i].logprob;
+    }
+    return text->len > 0 ? td_str_append(&out->text, text->bytes, text->len) : TD_OK;
+}
+
+static void out_clear(dcn_out_t *out)
+{
+    out->count = 0;
+    out->top_total = 0;
+    td_str_clear(&out->text);
+}
+
+static td_status_t send_out(dcn_node_t *d, const dcn_choice_t *c)
 {
     const td_msg_work_t *w = &c->ticket->work;
-    uint32_t top_tokens[TD_TOP_LOGPROBS_MAX];
-    float top_logprobs[TD_TOP_LOGPROBS_MAX];
+    const dcn_out_t *out = &d->out;
     td_msg_t msg = {.type = TD_MSG_TOKENS};
     td_msg_tokens_t *m = &msg.u.tokens;
 
     *m = (td_msg_tokens_t){.ticket = c->ticket->ticket,
                            .attempt = c->ticket->attempt,
                            .choice = c->index,
-                           .offset = c->token_count - 1,
-                           .count = 1,
-                           .tokens = &sampled->token,
-                           .text = {(const uint8_t *)d->text.bytes, d->text.len},
+                           .offset = c->token_count - out->count,
+                           .count = out->count,
+                           .tokens = out->tokens,
+                           .text = {(const uint8_t *)out->text.bytes, out->text.len},
                            .finish = c->finish,
-                           .hash_count = w->want_hashes ? 1 : 0,
-                           .hashes = w->want_hashes ? &hash : NULL};
+                           .hash_count = w->want_hashes ? out->count : 0,
+                           .hashes = w->want_hashes ? out->hashes : NULL};
     if (w->want_logprobs) {
-        for (uint32_t i = 0; i < sampled->top_count; i++) {
-            top_tokens[i] = sampled->top[i].token;
-            top_logprobs[i] = sampled->top[i].logprob;
-        }
-        m->logprobs = (td_msg_logprobs_t){.count = 1,
-                                          .token_logprobs = &sampled->logprob,
-                                          .top_counts = &sampled->top_count,
-                                          .top_total = sampled->top_count,
-                                          .top_tokens = top_tokens,
-                                          .top_logprobs = top_logprobs};
+        m->logprobs = (td_msg_logprobs_t){.count = out->count,
+                                          .token_logprobs = out->logprobs,
+                                          .top_counts = out->top_counts,
+                                          .top_total = out->top_total,
+                                          .top_tokens = out->top_tokens,
+                                          .top_logprobs = out->top_logprobs};
     }
     if (c->stop.matched) {
         m->stop_match = w->stops[c->stop.which];
@@ -102,31 +123,28 @@ static td_status_t send_token(dcn_node_t *d, const dcn_choice_t *c, const td_sam
     return td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg);
 }
 
-bool dcn_stream_token(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *sampled,
-                      uint64_t logits_hash)
+bool dcn_stream_flush(dcn_node_t *d, dcn_choice_t *c)
 {
-    dcn_ticket_t *t = c->ticket;
-    td_status_t status = TD_OK;
+    td_status_t status = d->out.count > 0 ? send_out(d, c) : TD_OK;
 
-    c->tokens[c->token_count++] = sampled->token;
-    dcn_speculate_token(c, sampled->token);
-    td_metric_add(d->tokens, 1);
-    status =
-        make_text(d, c, sampled->token, td_tokenizer_is_stop(d->node.tokenizer, sampled->token));
-    if (status == TD_OK) {
-        status = send_token(d, c, sampled, logits_hash);
-    }
-    TD_FAULT_POINT("decode_token");
+    out_clear(&d->out);
     if (status != TD_OK) {
         /* A router that does not take tokens any more: its requests end here. */
-        dcn_ticket_end(d, t, status);
+        dcn_ticket_end(d, c->ticket, status);
         return false;
     }
+    return true;
+}
+
+/* --- tokens ----------------------------------------------------------------------------------- */
+
+/* The last of a choice's tokens is on its way. False when its ticket has ended. */
+static bool end_choice(dcn_node_t *d, dcn_choice_t *c)
+{
+    dcn_ticket_t *t = c->ticket;
+
     if (t->fetches == 0) {
         dcn_stream_publish(d, c);
-    }
-    if (c->finish == TD_FINISH_NONE) {
-        return true;
     }
     dcn_memo_learn(d, c);
     td_seq_fini(&c->seq);
@@ -137,4 +155,33 @@ bool dcn_stream_token(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *sample
         return false;
     }
     return true;
+}
+
+bool dcn_stream_token(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *sampled,
+                      uint64_t logits_hash)
+{
+    td_status_t status = TD_OK;
+
+    c->tokens[c->token_count++] = sampled->token;
+    dcn_speculate_token(c, sampled->token);
+    td_metric_add(d->tokens, 1);
+    status =
+        make_text(d, c, sampled->token, td_tokenizer_is_stop(d->node.tokenizer, sampled->token));
+    if (status == TD_OK) {
+        status = out_add(&d->out, sampled, logits_hash, &d->text);
+    }
+    if (status != TD_OK) {
+        out_clear(&d->out);
+        dcn_ticket_end(d, c->ticket, status);
+        return false;
+    }
+    if (c->finish == TD_FINISH_NONE) {
+        TD_FAULT_POINT("decode_token");
+        return true;
+    }
+    if (!dcn_stream_flush(d, c)) {
+        return false;
+    }
+    TD_FAULT_POINT("decode_token");
+    return end_choice(d, c);
 }

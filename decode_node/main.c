@@ -218,6 +218,7 @@ static void stop(dcn_node_t *d)
     td_memo_destroy(d->memo);
     td_free(d->chances);
     td_draft_stats_destroy(d->past);
+    td_str_fini(&d->out.text);
     td_str_fini(&d->text);
     td_str_fini(&d->raw);
 }

@@ -729,7 +729,7 @@ static void observe_token(rtr_tickets_t *ts, rtr_request_t *req, rtr_choice_t *c
         req->first_token_seen = true;
         td_metric_observe_ns(ts->config.metrics->ttft, now - req->arrived_ns);
     }
-    if (choice->last_ns != 0 && count > 0) {
+    for (uint32_t i = 0; choice->last_ns != 0 && i < count; i++) { /* of one step, one message */
         td_metric_observe_ns(ts->config.metrics->tbt, (now - choice->last_ns) / count);
     }
     choice->last_ns = now;
