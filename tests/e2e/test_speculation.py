@@ -97,6 +97,30 @@ def test_speculation_copies_are_accepted_and_counted(options):
 
 
 @test
+def test_i1_a_step_is_one_event_of_a_stream(options):
+    """Several tokens accepted in a step come together, with all that is said of each."""
+    c = cluster(options)
+    asked = {"max_tokens": 64, "temperature": 0, "logprobs": 2, "ignore_eos": True,
+             "cache_salt": "events"}
+    plain = c.complete(COPY, stream=True, speculation={"drafter": "none"}, **asked).collect()
+    fast = c.complete(COPY, stream=True, speculation={"drafter": "prompt_lookup", "k": 8},
+                      **asked).collect()
+    assert fast.texts == plain.texts
+
+    def logprobs(stream):
+        lists = {}
+        for event in stream.events:
+            for choice in event["choices"]:
+                for name, values in (choice["logprobs"] or {}).items():
+                    lists.setdefault(name, []).extend(values)
+        return lists
+
+    assert logprobs(fast) == logprobs(plain)
+    assert len(logprobs(fast)["tokens"]) == 64
+    assert len(plain.events) >= 60 and len(fast.events) <= 40, (len(plain.events), len(fast.events))
+
+
+@test
 def test_lookahead_learns_from_rows_behind_wrong_drafts(options):
     """Free text that repeats nothing: what is accepted came from such rows, or from single pairs."""
     c = cluster(options)
