@@ -211,6 +211,7 @@ static void run_batch(void *ctx)
     dcn_node_t *d = ctx;
     dcn_batch_t *b = &d->batch;
     const float *logits = NULL;
+    uint32_t logit_row = 0;
 
     b->draft_ns = dcn_draft_propose(d);
     b->row_count = 0;
@@ -223,8 +224,11 @@ static void run_batch(void *ctx)
         dcn_part_t *part = &b->parts[i];
         part->choice->status = TD_OK;
         if (part->samples) {
-            draw(d, part, logits);
-            logits += (size_t)(part->drafts + 1) * d->node.info->vocab_size;
+            draw(d, part, logits + (size_t)logit_row * d->node.info->vocab_size);
+            if (part->choice->status == TD_OK) {
+                dcn_draft_medusa_keep(d, part->choice, logit_row + part->choice->sampled_count - 1);
+            }
+            logit_row += part->drafts + 1;
         }
     }
 }

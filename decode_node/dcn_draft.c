@@ -16,6 +16,8 @@ dcn_drafter_t *dcn_draft_passes(dcn_node_t *d, uint32_t drafter)
         passes = &d->draft_passes;
     } else if (drafter == TD_DRAFTER_EARLY_EXIT) {
         passes = &d->exit_passes;
+    } else if (drafter == TD_DRAFTER_MEDUSA) {
+        passes = &d->head_passes;
     }
     return passes == NULL || passes->model == NULL ? NULL : passes;
 }
@@ -25,12 +27,19 @@ uint32_t dcn_draft_offer(dcn_node_t *d, const dcn_choice_t *c, uint32_t k)
     if (dcn_draft_passes(d, c->drafter) == NULL) {
         return 0;
     }
-    return c->drafter == TD_DRAFTER_DRAFT_MODEL ? dcn_draft_model_offer(d, c, k) : k;
+    switch (c->drafter) {
+    case TD_DRAFTER_DRAFT_MODEL:
+        return dcn_draft_model_offer(d, c, k);
+    case TD_DRAFTER_MEDUSA:
+        return dcn_draft_medusa_offer(c, k);
+    default:
+        return k;
+    }
 }
 
 void dcn_draft_begin(dcn_node_t *d)
 {
-    dcn_drafter_t *const drafters[] = {&d->draft_passes, &d->exit_passes};
+    dcn_drafter_t *const drafters[] = {&d->draft_passes, &d->exit_passes, &d->head_passes};
 
     for (size_t i = 0; i < TD_ARRAY_LEN(drafters); i++) {
         drafters[i]->job_count = 0;
@@ -48,6 +57,8 @@ void dcn_draft_prepare(dcn_node_t *d, dcn_part_t *part)
         dcn_draft_model_prepare(d, part);
     } else if (part->drafts > 0 && c->drafter == TD_DRAFTER_EARLY_EXIT) {
         dcn_draft_exit_prepare(d, part);
+    } else if (part->drafts > 0 && c->drafter == TD_DRAFTER_MEDUSA) {
+        dcn_draft_medusa_prepare(d, part);
     }
     if (part->job != NULL && c->ticket->work.draft_rule == TD_DRAFT_RULE_REJECTION) {
         part->job->chances = d->chances + (size_t)d->chances_used * d->node.info->vocab_size;
@@ -150,7 +161,7 @@ static bool draw_by_chance(const dcn_node_t *d, dcn_draft_job_t *job, const floa
 }
 
 /* Penalties are those before the drafts; the sampler stays as it is. */
-static void pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
+void dcn_draft_pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
 {
     dcn_choice_t *c = job->part->choice;
     const td_msg_work_t *w = &c->ticket->work;
@@ -190,7 +201,7 @@ static td_status_t pass_of(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass, uint3
             job->goes_on = false;
             continue;
         }
-        pick(d, job, logits);
+        dcn_draft_pick(d, job, logits);
         logits += td_model_info(p->model)->vocab_size;
     }
     return TD_OK;
@@ -207,7 +218,11 @@ static void run(dcn_node_t *d, dcn_drafter_t *p)
     }
     for (uint32_t pass = 0; status == TD_OK && rows > 0; pass++) {
         const uint64_t started_ns = td_now_ns();
-        status = pass_of(d, p, pass, &rows);
+        if (p == &d->head_passes) {
+            rows = dcn_draft_medusa_pass(d, p, pass);
+        } else {
+            status = pass_of(d, p, pass, &rows);
+        }
         if (status != TD_OK) { /* the step goes on with the drafts that there are */
             TD_LOG_ERROR("drafting failed", "status=%s rows=%u", td_status_name(status), rows);
         } else if (rows > 0) {
@@ -223,10 +238,11 @@ uint64_t dcn_draft_propose(dcn_node_t *d)
 {
     const uint64_t started_ns = td_now_ns();
 
-    if (d->draft_passes.job_count + d->exit_passes.job_count == 0) {
+    if (d->draft_passes.job_count + d->exit_passes.job_count + d->head_passes.job_count == 0) {
         return 0;
     }
     run(d, &d->draft_passes);
     run(d, &d->exit_passes);
+    run(d, &d->head_passes);
     return td_now_ns() - started_ns;
 }

@@ -1,5 +1,6 @@
-/* dcn_draft.h - drafters that need passes of a model: a draft model (dcn_draft_model.c) or the
- * first layers of the model itself (dcn_draft_exit.c). All choices of a step that use one draft
+/* dcn_draft.h - drafters that need passes of a model: a draft model (dcn_draft_model.c), the first
+ * layers of the model itself (dcn_draft_exit.c) or heads on its hidden state (dcn_draft_medusa.c).
+ * All choices of a step that use one draft
  * together, token by token, a row for each, in the worker's thread before the pass that verifies
  * them.
  *
@@ -11,6 +12,7 @@
 
 #include "common/kv/td_seq.h"
 #include "common/model/td_gguf.h"
+#include "common/model/td_heads.h"
 #include "common/model/td_model.h"
 #include "common/spec/td_draft.h"
 #include "common/spec/td_spec_cost.h"
@@ -26,7 +28,7 @@ struct dcn_part;
 /* What a drafter does for one choice in one step. */
 typedef struct dcn_draft_job {
     struct dcn_part *part;
-    const uint32_t *blocks; /* borrowed: the table of its rows */
+    const uint32_t *blocks; /* borrowed: the table of its rows; NULL: they need none */
     uint32_t from; /* positions [from, end) of the context are computed in the first pass */
     uint32_t end;
     uint32_t k;       /* drafts wanted; 0: the context only */
@@ -58,6 +60,14 @@ typedef struct dcn_draft_model {
     td_pool_t *pool; /* owned */
 } dcn_draft_model_t;
 
+/* Heads on the model's hidden state, and what their chains are made in. */
+typedef struct dcn_medusa {
+    td_heads_t *heads;    /* owned; NULL: none */
+    float *states;        /* owned, [job][embed_dim] */
+    td_heads_row_t *rows; /* owned, [job] */
+    float *logits;        /* owned, [vocab]: of one place of one chain */
+} dcn_medusa_t;
+
 /* What a choice has in the draft model's pool. */
 typedef struct dcn_draft_kv {
     td_seq_t seq;         /* owned; without a table where nothing is drafted */
@@ -69,11 +79,12 @@ typedef struct dcn_draft_kv {
     uint32_t indexed; /* leading blocks that are, or that others have indexed */
 } dcn_draft_kv_t;
 
-/* --- dcn_draft.c: what both share ------------------------------------------------------------- */
+/* --- dcn_draft.c: what they share ------------------------------------------------------------- */
 
 static inline bool dcn_drafter_needs_passes(uint32_t drafter)
 {
-    return drafter == TD_DRAFTER_DRAFT_MODEL || drafter == TD_DRAFTER_EARLY_EXIT;
+    return drafter == TD_DRAFTER_DRAFT_MODEL || drafter == TD_DRAFTER_EARLY_EXIT ||
+           drafter == TD_DRAFTER_MEDUSA;
 }
 /** The passes of a drafter (td_drafter_t); NULL: it needs none, or this node has no such model. */
 dcn_drafter_t *dcn_draft_passes(struct dcn_node *dcn, uint32_t drafter);
@@ -93,6 +104,9 @@ void dcn_draft_settle(struct dcn_node *dcn, const struct dcn_part *part);
 TD_MUST_CHECK td_status_t dcn_draft_need_chances(struct dcn_node *dcn);
 /** A job for the part; NULL: the step's passes are full. */
 dcn_draft_job_t *dcn_draft_add_job(dcn_drafter_t *drafter, struct dcn_part *part, uint32_t rows);
+/** Worker: the next draft of a job from its drafter's logits, and whether it goes on.
+ * Shape: logits [vocab_size]. */
+void dcn_draft_pick(struct dcn_node *dcn, dcn_draft_job_t *job, const float *logits);
 
 /* --- dcn_draft_model.c ------------------------------------------------------------------------ */
 
@@ -118,3 +132,23 @@ void dcn_draft_model_update_metrics(struct dcn_node *dcn);
 /** Layers as --early-exit-layers says. Errors: TD_ERR_INVALID (not fewer than the model has). */
 TD_MUST_CHECK td_status_t dcn_draft_exit_open(struct dcn_node *dcn);
 void dcn_draft_exit_prepare(struct dcn_node *dcn, struct dcn_part *part);
+
+/* --- dcn_draft_medusa.c ----------------------------------------------------------------------- */
+
+/** Loads --medusa-heads, if there is such a file; node.model is loaded.
+ * Errors: as td_heads_load(). */
+TD_MUST_CHECK td_status_t dcn_draft_medusa_open(struct dcn_node *dcn);
+/** Before the model ends. */
+void dcn_draft_medusa_close(struct dcn_node *dcn);
+/** The choice will draft. Errors: TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t dcn_draft_medusa_admit(const struct dcn_node *dcn,
+                                                 struct dcn_choice *choice);
+void dcn_draft_medusa_leave(struct dcn_choice *choice);
+uint32_t dcn_draft_medusa_offer(const struct dcn_choice *choice, uint32_t k);
+void dcn_draft_medusa_prepare(struct dcn_node *dcn, struct dcn_part *part);
+/** Worker: keeps the hidden state of a row that wanted logits, counted from the pass's first: the
+ * one that selected the choice's newest token. */
+void dcn_draft_medusa_keep(const struct dcn_node *dcn, struct dcn_choice *choice,
+                           uint32_t logit_row);
+/** Worker: a pass of the heads over the jobs that go on; answers how many rows. */
+uint32_t dcn_draft_medusa_pass(struct dcn_node *dcn, dcn_drafter_t *drafter, uint32_t pass);

@@ -13,6 +13,7 @@ static const char *const labels[TD_DRAFTER_KINDS][3] = {
     [TD_DRAFTER_DRAFT_MODEL] = DRAFTER_LABELS("draft_model"),
     [TD_DRAFTER_EARLY_EXIT] = DRAFTER_LABELS("early_exit"),
     [TD_DRAFTER_LOOKAHEAD] = DRAFTER_LABELS("lookahead"),
+    [TD_DRAFTER_MEDUSA] = DRAFTER_LABELS("medusa"),
     [TD_DRAFTER_MEMO] = DRAFTER_LABELS("memo")};
 
 static void declare_drafters(dcn_node_t *d)

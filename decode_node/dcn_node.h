@@ -44,7 +44,10 @@ typedef struct dcn_choice {
     td_finish_t finish;
     uint32_t drafter;  /* td_drafter_t; TD_DRAFTER_NONE: nothing is drafted */
     td_draft_t *draft; /* owned; NULL: its drafter needs passes of a model, or there is none */
-    dcn_draft_kv_t draft_kv;              /* of the draft model */
+    dcn_draft_kv_t draft_kv; /* of the draft model */
+    float *hidden;   /* owned, [embed_dim]: the model's state that selected the newest token; NULL:
+                        its drafter doesn't ask for it */
+    bool has_hidden; /* the first token's is not here */
     uint32_t drafts[TD_DRAFT_TOKENS_MAX]; /* proposed for the step being made */
     uint32_t confidence;                  /* of that proposal */
     td_acceptance_t acceptance[TD_DRAFT_CONFIDENCES];
@@ -159,6 +162,8 @@ typedef struct dcn_node {
     dcn_draft_model_t draft_model;
     dcn_drafter_t draft_passes; /* of the draft model */
     dcn_drafter_t exit_passes;  /* of the model's first layers */
+    dcn_medusa_t medusa;
+    dcn_drafter_t head_passes; /* of the heads */
     td_model_row_t draft_rows[DCN_DRAFT_ROWS_MAX];
     float draft_logprob_min; /* below it a drafted token ends the draft */
     float draft_chance_min;  /* the same, where its best token's chance is asked */

@@ -25,8 +25,9 @@ static td_status_t open_model_drafter(dcn_node_t *d, dcn_choice_t *c)
     if (dcn_draft_passes(d, w->drafter) == NULL) {
         if (!d->draft_model_missed) {
             d->draft_model_missed = true;
-            TD_LOG_WARN("drafter not possible here", "req=%s drafter=%s try=\"--draft-model\"",
-                        w->request_id, td_drafter_name((td_drafter_t)w->drafter));
+            TD_LOG_WARN("drafter not possible here", "req=%s drafter=%s try=\"%s\"", w->request_id,
+                        td_drafter_name((td_drafter_t)w->drafter),
+                        w->drafter == TD_DRAFTER_MEDUSA ? "--medusa-heads" : "--draft-model");
         }
         return TD_OK;
     }
@@ -34,7 +35,14 @@ static td_status_t open_model_drafter(dcn_node_t *d, dcn_choice_t *c)
     if (w->draft_rule == TD_DRAFT_RULE_REJECTION) {
         TD_TRY(dcn_draft_need_chances(d));
     }
-    return w->drafter == TD_DRAFTER_DRAFT_MODEL ? dcn_draft_model_admit(d, c) : TD_OK;
+    switch (w->drafter) {
+    case TD_DRAFTER_DRAFT_MODEL:
+        return dcn_draft_model_admit(d, c);
+    case TD_DRAFTER_MEDUSA:
+        return dcn_draft_medusa_admit(d, c);
+    default:
+        return TD_OK;
+    }
 }
 
 td_status_t dcn_speculate_open(dcn_node_t *d, dcn_choice_t *c)
@@ -72,6 +80,7 @@ void dcn_speculate_close(dcn_choice_t *c)
     td_draft_destroy(c->draft);
     c->draft = NULL;
     dcn_draft_model_leave(c);
+    dcn_draft_medusa_leave(c);
 }
 
 void dcn_speculate_token(dcn_choice_t *c, uint32_t token)

@@ -24,6 +24,7 @@ uint32_t dcn_worth_drafters(const dcn_node_t *d)
     offered |= td_config_u64(d->node.proc.config, "memo-memory") > 0 ? 1u << TD_DRAFTER_MEMO : 0;
     offered |= d->draft_passes.model != NULL ? 1u << TD_DRAFTER_DRAFT_MODEL : 0;
     offered |= d->exit_passes.model != NULL ? 1u << TD_DRAFTER_EARLY_EXIT : 0;
+    offered |= d->head_passes.model != NULL ? 1u << TD_DRAFTER_MEDUSA : 0;
     return offered;
 }
 

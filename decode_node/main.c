@@ -14,6 +14,8 @@ static const td_option_t options[] = {
     {"draft-model", TD_OPTION_TEXT, NULL,
      "GGUF file of a smaller model with the same vocabulary, for the drafter draft_model"},
     {"draft-kv-memory", TD_OPTION_BYTES, "256M", "memory of its KV pool", 1 << 16, 1ull << 46},
+    {"medusa-heads", TD_OPTION_TEXT, NULL,
+     "file of tandem-train-heads, made for the model, for the drafter medusa"},
     {"draft-confidence", TD_OPTION_COUNT, "40",
      "percent; drafts of a model end before a token that it finds less likely", 0, 100},
     {"early-exit-layers", TD_OPTION_COUNT, "0",
@@ -162,6 +164,7 @@ static td_status_t open_drafters(void *ctx)
     d->draft_chance_min = (float)percent / 100;
     d->draft_logprob_min = percent == 0 ? -INFINITY : (float)log((double)percent / 100);
     TD_TRY(dcn_draft_exit_open(d));
+    TD_TRY(dcn_draft_medusa_open(d));
     TD_TRY(dcn_draft_model_open(d));
     d->node.drafters = dcn_worth_drafters(d);
     return TD_OK;
@@ -239,6 +242,7 @@ int main(int argc, char **argv)
         }
         stop(&node);
     }
+    dcn_draft_medusa_close(&node);
     dcn_draft_model_close(&node);
     td_node_close(&node.node);
     return rc;

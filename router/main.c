@@ -47,7 +47,7 @@ static const td_option_t options[] = {
     {"allow-placement", TD_OPTION_BOOL, "false",
      "let clients name nodes (\"tandem\") and see logits' hashes"},
     {"speculation", TD_OPTION_CHOICE, "auto", "drafter of requests that name none", 0, 0,
-     "auto|none|prompt_lookup|draft_model|early_exit|memo|lookahead"},
+     "auto|none|prompt_lookup|draft_model|early_exit|memo|lookahead|medusa"},
     {"draft-max", TD_OPTION_COUNT, "16", "drafts of a step at most; 0 = no request drafts", 0,
      TD_DRAFT_TOKENS_MAX},
     {"draft-explore", TD_OPTION_COUNT, "5",

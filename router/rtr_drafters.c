@@ -99,8 +99,8 @@ static bool offers(uint32_t offered, td_drafter_t drafter)
  * back to prompt_lookup, so where there is memo the other is no choice. Answers how many. */
 static uint32_t list_drafters(uint32_t offered, td_drafter_t out[TD_DRAFTER_KINDS])
 {
-    static const td_drafter_t others[] = {TD_DRAFTER_DRAFT_MODEL, TD_DRAFTER_EARLY_EXIT,
-                                          TD_DRAFTER_LOOKAHEAD};
+    static const td_drafter_t others[] = {TD_DRAFTER_MEDUSA, TD_DRAFTER_DRAFT_MODEL,
+                                          TD_DRAFTER_EARLY_EXIT, TD_DRAFTER_LOOKAHEAD};
     uint32_t count = 0;
 
     out[count++] = offered == 0 || offers(offered, TD_DRAFTER_MEMO) ? TD_DRAFTER_MEMO

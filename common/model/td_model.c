@@ -575,6 +575,23 @@ td_status_t td_model_forward_first(td_model_t *model, uint32_t layers, uint8_t *
     return forward(model, &pass, logits_out);
 }
 
+const float *td_model_hidden(const td_model_t *model)
+{
+    return model->normed; /* output_head() has put them there, and nothing writes behind it */
+}
+
+void td_model_embedding(const td_model_t *model, uint32_t token, float *out)
+{
+    TD_ASSERT(token < model->info.vocab_size);
+    td_cpu_unpack_row(&model->embed, token, out);
+}
+
+void td_model_head_row(const td_model_t *model, uint32_t token, float *out)
+{
+    TD_ASSERT(token < model->info.vocab_size);
+    td_cpu_unpack_row(model->head, token, out);
+}
+
 static void attention_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count)
 {
     td_model_t *m = ctx;

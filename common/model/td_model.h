@@ -101,3 +101,12 @@ TD_MUST_CHECK td_status_t td_model_forward(td_model_t *model, uint8_t *pool_byte
 TD_MUST_CHECK td_status_t td_model_forward_first(td_model_t *model, uint32_t layers,
                                                  uint8_t *pool_bytes, const td_model_row_t *rows,
                                                  uint32_t row_count, const float **logits_out);
+/** The hidden states of the last pass's rows that wanted logits, behind the output norm: what the
+ * output head made the logits of.
+ * Shape:  [rows that wanted logits, in row order][embed_dim] f32, lent until the next pass. */
+const float *td_model_hidden(const td_model_t *model);
+/** A token's embedding, as a pass begins with it. Shape: out [embed_dim]. token < vocab_size. */
+void td_model_embedding(const td_model_t *model, uint32_t token, float *out);
+/** The output head's weights of a token: its logit is their product with a hidden state, but for
+ * how a pass rounds that. Shape: out [embed_dim]. token < vocab_size. */
+void td_model_head_row(const td_model_t *model, uint32_t token, float *out);

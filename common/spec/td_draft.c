@@ -15,6 +15,7 @@ static const struct {
     [TD_DRAFTER_EARLY_EXIT] = {"early_exit", NULL},
     [TD_DRAFTER_MEMO] = {"memo", &td_draft_memo_ops},
     [TD_DRAFTER_LOOKAHEAD] = {"lookahead", &td_draft_lookahead_ops},
+    [TD_DRAFTER_MEDUSA] = {"medusa", NULL},
 };
 
 const char *td_drafter_name(td_drafter_t drafter)

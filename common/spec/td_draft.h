@@ -22,10 +22,11 @@ typedef enum td_drafter {
     TD_DRAFTER_EARLY_EXIT = 3,  /* passes of the model's first layers: as well */
     TD_DRAFTER_MEMO = 4,        /* what followed before on this node, else as prompt_lookup */
     TD_DRAFTER_LOOKAHEAD = 5,   /* what the model said in passing of texts like this one */
+    TD_DRAFTER_MEDUSA = 6,      /* heads on the model's hidden state: the decode node's own */
     TD_DRAFTER_KINDS
 } td_drafter_t;
 
-#define TD_DRAFTER_NAMES "none, prompt_lookup, draft_model, early_exit, memo, lookahead"
+#define TD_DRAFTER_NAMES "none, prompt_lookup, draft_model, early_exit, memo, lookahead, medusa"
 /** "none", "prompt_lookup", ... */
 const char *td_drafter_name(td_drafter_t drafter);
 /** Errors: TD_ERR_INVALID. */

@@ -34,6 +34,7 @@
 
 typedef struct spec_options {
     const char *model;
+    const char *heads; /* NULL: none */
     const char *local_sh;
     char bin[PATH_MAX];
     bool kinds[SPEC_KINDS];
@@ -80,6 +81,8 @@ static void print_help(void)
         "  --kinds LIST      of chat,copy,code,hot; default all\n"
         "  --drafters LIST   of auto, " TD_DRAFTER_NAMES ", with commas between;\n"
         "                    default all; none is always measured\n"
+        "  --medusa-heads FILE\n"
+        "                    of tandem-train-heads, for the drafter medusa\n"
         "  --batches LIST    requests at once, default 1,4,16\n"
         "  --tokens N        of each answer, default 128\n"
         "  --repeat N        rounds, of which the best counts; default 5\n"
@@ -470,6 +473,7 @@ static int parse_options(int argc, char **argv, spec_options_t *o)
         BENCH_MODEL_OPTION(&o->model),
         {.name = "kinds", .kind = BENCH_OWN, .out = o, .parse = parse_kinds},
         {.name = "drafters", .kind = BENCH_OWN, .out = o, .parse = parse_drafters},
+        {.name = "medusa-heads", .kind = BENCH_TEXT, .out = &o->heads},
         {.name = "batches", .kind = BENCH_OWN, .out = o, .parse = parse_batches},
         {.name = "tokens", .kind = BENCH_NUMBER, .out = &o->tokens, .min = 2, .max = 4096},
         BENCH_REPEAT_OPTION(&o->repeat),
@@ -491,14 +495,28 @@ static int parse_options(int argc, char **argv, spec_options_t *o)
 static int start(spec_t *s)
 {
     const spec_options_t *o = s->options;
-    const char *arguments[] = {"--port",    "0",   "--bin",     o->bin, "--model", o->model,
-                               "--timeout", "240", "--kvstore", "0",    NULL};
+    char decode_args[PATH_MAX + 32];
+    const char *arguments[] = {"--port",
+                               "0",
+                               "--bin",
+                               o->bin,
+                               "--model",
+                               o->model,
+                               "--timeout",
+                               "240",
+                               "--kvstore",
+                               "0",
+                               o->heads == NULL ? NULL : "--decode-args",
+                               decode_args,
+                               NULL};
     const bench_cluster_options_t options = {
         .local_sh = o->local_sh, .ucx_tls = "tcp,posix,sysv", .arguments = arguments};
     char *url = NULL;
     uint32_t most = 0;
     int rc = BENCH_EXIT_OK;
 
+    (void)snprintf(decode_args, sizeof(decode_args), "--medusa-heads %s",
+                   o->heads == NULL ? "" : o->heads);
     (void)fputs("tandem-bench: starting a cluster\n", stderr);
     rc = bench_cluster_start(&options, &s->cluster);
     if (rc == BENCH_EXIT_OK) {

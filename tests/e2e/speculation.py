@@ -1,5 +1,12 @@
 """What the tests of speculation share: prompts, samplings, and an answer with all that must not depend
 on it."""
+import collections
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from cluster import run_together
+
 TEXT = ("The harbour master wrote down every ship: the Anna, the Berta, the Clara and the Dora. "
         "The Anna carried salt. The Berta carried coal. The Clara carried wine. The Dora carried tea. ")
 COPY = f"{TEXT}\nRepeat the text above, word for word:\n{TEXT[:60]}"
@@ -20,3 +27,41 @@ def ask(c, prompt, speculation, **more):
     return ([(choice["text"], choice["finish_reason"], choice["logprobs"])
              for choice in reply.choices], reply.json["tandem"]["logits_xxh"],
             usage["completion_tokens"]), details
+
+
+def drafted(details):
+    return details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+
+
+def sample(c, prompt, speculation, requests):
+    """Texts of a few tokens, each with noise of its own."""
+    texts = []
+
+    def run(seed):
+        reply = c.complete(prompt, max_tokens=4, n=8, temperature=2, top_k=4, seed=seed,
+                           ignore_eos=True, speculation=speculation)
+        usage = reply.usage["completion_tokens_details"]
+        texts.append(([choice["text"] for choice in reply.choices],
+                      usage["accepted_prediction_tokens"], usage["rejected_prediction_tokens"]))
+
+    run_together([(seed,) for seed in range(requests)], run)
+    return ([text for some, _, _ in texts for text in some], sum(a for _, a, _ in texts),
+            sum(r for _, _, r in texts))
+
+
+def far_apart(one, other):
+    """Two-sample chi-square, in standard deviations (Wilson and Hilferty, 1931)."""
+    counts = [collections.Counter(one), collections.Counter(other)]
+    both = counts[0] + counts[1]
+    kinds = [[text] for text, count in both.items() if count >= 16]
+    kinds.append([text for text, count in both.items() if count < 16])
+    chi2 = 0
+    for texts in kinds:
+        seen = [sum(count[text] for text in texts) for count in counts]
+        for mine, side in zip(seen, (one, other)):
+            want = sum(seen) * len(side) / (len(one) + len(other))
+            chi2 += (mine - want) ** 2 / want if want > 0 else 0
+    freedom = len(kinds) - 1
+    assert freedom >= 4, both
+    spread = 2 / (9 * freedom)
+    return ((chi2 / freedom) ** (1 / 3) - (1 - spread)) / spread ** 0.5

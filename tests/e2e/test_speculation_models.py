@@ -1,7 +1,6 @@
 """Drafters that need passes of a model - a draft model, or the model's first layers - change how fast
 an answer comes, and not one token of it; and what they hold they give back."""
 import atexit
-import collections
 import functools
 import os
 import shutil
@@ -13,7 +12,7 @@ import tempfile
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from cluster import ROOT, Cluster, main, run_together, shared, test, wait_until
 import speculation
-from speculation import BASE_SAMPLINGS, COPY, FREE
+from speculation import BASE_SAMPLINGS, COPY, FREE, drafted, far_apart, sample
 
 MODEL = os.path.join(ROOT, "build", "models", "SmolLM2-135M-Instruct.Q4_1.gguf")
 DRAFTERS = ["draft_model", "early_exit"]
@@ -39,10 +38,6 @@ def cluster(options):
     # Confidence 1 %: drafts are long, and many of them wrong.
     return shared(options, router_args=["--allow-placement"], draft_model=truncated(options, 10),
                   decode_args=["--draft-confidence", "1"])
-
-
-def drafted(details):
-    return details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
 
 
 def held(c):
@@ -108,40 +103,6 @@ def test_i1_batches_of_all_drafters(options):
 
     run_together(jobs, run)
     nothing_held(c)
-
-
-def sample(c, prompt, speculation, requests):
-    """Texts of a few tokens, each with noise of its own."""
-    texts = []
-
-    def run(seed):
-        reply = c.complete(prompt, max_tokens=4, n=8, temperature=2, top_k=4, seed=seed,
-                           ignore_eos=True, speculation=speculation)
-        usage = reply.usage["completion_tokens_details"]
-        texts.append(([choice["text"] for choice in reply.choices],
-                      usage["accepted_prediction_tokens"], usage["rejected_prediction_tokens"]))
-
-    run_together([(seed,) for seed in range(requests)], run)
-    return ([text for some, _, _ in texts for text in some], sum(a for _, a, _ in texts),
-            sum(r for _, _, r in texts))
-
-
-def far_apart(one, other):
-    """Two-sample chi-square, in standard deviations (Wilson and Hilferty, 1931)."""
-    counts = [collections.Counter(one), collections.Counter(other)]
-    both = counts[0] + counts[1]
-    kinds = [[text] for text, count in both.items() if count >= 16]
-    kinds.append([text for text, count in both.items() if count < 16])
-    chi2 = 0
-    for texts in kinds:
-        seen = [sum(count[text] for text in texts) for count in counts]
-        for mine, side in zip(seen, (one, other)):
-            want = sum(seen) * len(side) / (len(one) + len(other))
-            chi2 += (mine - want) ** 2 / want if want > 0 else 0
-    freedom = len(kinds) - 1
-    assert freedom >= 4, both
-    spread = 2 / (9 * freedom)
-    return ((chi2 / freedom) ** (1 / 3) - (1 - spread)) / spread ** 0.5
 
 
 @test

@@ -1,0 +1,151 @@
+/* medusa: heads on the model's own hidden state (common/model/td_heads.h). What a choice needs to
+ * draft is the state that selected its newest token, which the pass that verified it has left; so
+ * there is no KV, no context to catch up with, and nothing to do for who gave way and is back. */
+#include <math.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+#include "decode_node/dcn_node.h"
+
+static td_status_t take_buffers(dcn_node_t *d)
+{
+    dcn_medusa_t *m = &d->medusa;
+    const td_model_info_t *info = d->node.info;
+
+    m->states = td_calloc((size_t)d->rows_max * info->embed_dim, sizeof(*m->states));
+    m->rows = td_calloc(d->rows_max, sizeof(*m->rows));
+    m->logits = td_calloc(info->vocab_size, sizeof(*m->logits));
+    if (m->states == NULL || m->rows == NULL || m->logits == NULL) {
+        TD_LOG_ERROR("no memory for heads", "rows=%u", d->rows_max);
+        return TD_ERR_NO_MEMORY;
+    }
+    for (uint32_t i = 0; i < info->vocab_size; i++) {
+        m->logits[i] = -INFINITY; /* stays where the shortlist has no token */
+    }
+    return TD_OK;
+}
+
+td_status_t dcn_draft_medusa_open(dcn_node_t *d)
+{
+    const char *path = td_config_text(d->node.proc.config, "medusa-heads");
+    uint32_t tokens = 0;
+
+    if (path == NULL) {
+        return TD_OK;
+    }
+    TD_TRY(td_heads_load(path, d->node.model, d->rows_max, &d->medusa.heads));
+    TD_TRY(take_buffers(d));
+    (void)td_heads_tokens(d->medusa.heads, &tokens);
+    TD_LOG_INFO("heads loaded", "file=%s tokens=%u", path, tokens);
+    d->head_passes.model = d->node.model;
+    d->head_passes.rows_max = d->rows_max;
+    return TD_OK;
+}
+
+void dcn_draft_medusa_close(dcn_node_t *d)
+{
+    td_heads_destroy(d->medusa.heads);
+    td_free(d->medusa.states);
+    td_free(d->medusa.rows);
+    td_free(d->medusa.logits);
+    memset(&d->medusa, 0, sizeof(d->medusa));
+}
+
+td_status_t dcn_draft_medusa_admit(const dcn_node_t *d, dcn_choice_t *c)
+{
+    c->hidden = td_calloc(d->node.info->embed_dim, sizeof(*c->hidden));
+    return c->hidden == NULL ? TD_ERR_NO_MEMORY : TD_OK;
+}
+
+void dcn_draft_medusa_leave(dcn_choice_t *c)
+{
+    td_free(c->hidden);
+    c->hidden = NULL;
+}
+
+/* The first token comes from the prefill node, without its state. */
+uint32_t dcn_draft_medusa_offer(const dcn_choice_t *c, uint32_t k)
+{
+    return c->has_hidden ? k : 0;
+}
+
+void dcn_draft_medusa_prepare(dcn_node_t *d, dcn_part_t *part)
+{
+    const dcn_choice_t *c = part->choice;
+    dcn_draft_job_t *job = dcn_draft_add_job(&d->head_passes, part, 1);
+
+    if (job == NULL) {
+        part->drafts = 0;
+        return;
+    }
+    job->end = c->ticket->work.prompt_tokens + c->token_count;
+    job->from = job->end - 1;
+    job->k = part->drafts;
+}
+
+/* --- the worker's thread ---------------------------------------------------------------------- */
+
+void dcn_draft_medusa_keep(const dcn_node_t *d, dcn_choice_t *c, uint32_t logit_row)
+{
+    const size_t dim = d->node.info->embed_dim;
+
+    if (c->hidden != NULL) {
+        memcpy(c->hidden, td_model_hidden(d->node.model) + logit_row * dim,
+               dim * sizeof(*c->hidden));
+        c->has_hidden = true;
+    }
+}
+
+/* The token that a chain ends with so far, or so many before it. */
+static uint32_t token_before(const dcn_draft_job_t *job, uint32_t back)
+{
+    const dcn_choice_t *c = job->part->choice;
+
+    return back < job->count ? c->drafts[job->count - 1 - back]
+                             : dcn_choice_token(c, job->end - 1 - (back - job->count));
+}
+
+static uint32_t add_rows(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass)
+{
+    const size_t dim = d->node.info->embed_dim;
+    uint32_t rows = 0;
+
+    for (uint32_t i = 0; i < p->job_count; i++) {
+        const dcn_draft_job_t *job = &p->jobs[i];
+        float *state = d->medusa.states + i * dim;
+        if (!job->goes_on) {
+            continue;
+        }
+        if (pass == 0) {
+            memcpy(state, job->part->choice->hidden, dim * sizeof(*state));
+        }
+        d->medusa.rows[rows++] = (td_heads_row_t){
+            .state = state, .newest = token_before(job, 0), .before = token_before(job, 1)};
+    }
+    return rows;
+}
+
+uint32_t dcn_draft_medusa_pass(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass)
+{
+    const uint32_t rows = add_rows(d, p, pass);
+    uint32_t count = 0;
+    const uint32_t *tokens = td_heads_tokens(d->medusa.heads, &count);
+    const float *logits = NULL;
+
+    if (rows == 0) {
+        return 0;
+    }
+    td_heads_step(d->medusa.heads, d->medusa.rows, rows, &logits);
+    for (uint32_t i = 0; i < p->job_count; i++) {
+        if (!p->jobs[i].goes_on) {
+            continue;
+        }
+        for (uint32_t t = 0; t < count; t++) {
+            d->medusa.logits[tokens[t]] = logits[t];
+        }
+        dcn_draft_pick(d, &p->jobs[i], d->medusa.logits);
+        logits += count;
+    }
+    return rows;
+}

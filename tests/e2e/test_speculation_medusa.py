@@ -1,0 +1,263 @@
+"""Heads on the model's hidden state: the tool that trains them, and drafting with them, which changes
+how fast an answer comes and not one token of it."""
+import atexit
+import functools
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from cluster import ROOT, Cluster, main, run_together, shared, test, wait_until
+import speculation
+from speculation import BASE_SAMPLINGS, COPY, FREE, drafted, far_apart, sample
+
+MODEL = os.path.join(ROOT, "build", "models", "SmolLM2-135M-Instruct.Q4_1.gguf")
+SAMPLINGS = [*BASE_SAMPLINGS, {"temperature": 0.7, "seed": 9, "repetition_penalty": 1.1,
+                               "logit_bias": {"253": -5, "260": 2}}]
+# Little text and a small network: some seconds, and right a few times in a hundred.
+QUICK = ["--tokens", "3072", "--held-out-tokens", "512", "--text-tokens", "64", "--sequences", "32",
+         "--epochs", "8", "--hidden", "128", "--shortlist", "1024", "--candidates", "512", "--batch",
+         "128", "--steps", "3"]
+ask = functools.partial(speculation.ask, max_tokens=24)
+
+folder = tempfile.mkdtemp(prefix="tandem-heads-")
+atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def train(options, out, *more):
+    return subprocess.run([os.path.join(options.bin, "tandem-train-heads"), "--model", MODEL,
+                           "--out", out, *QUICK, *more], capture_output=True, text=True,
+                          check=False)
+
+
+def heads(options):
+    path = os.path.join(folder, "heads")
+    if not os.path.exists(path):
+        ended = train(options, path)
+        assert ended.returncode == 0, ended.stderr
+    return path
+
+
+def read(path):
+    """The header of a tensor file, and what follows it."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(length)), file.read()
+
+
+def write(path, header, data):
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def cluster(options):
+    # Confidence 0 %: a chain is as long as k, and much of it wrong.
+    return shared(options, router_args=["--allow-placement"],
+                  decode_args=["--medusa-heads", heads(options), "--draft-confidence", "0"])
+
+
+def nothing_held(c):
+    series = 'tandem_decode_kv_blocks{{state="{}"}}'
+    wait_until(lambda: sum(c.metrics("decode-1")[series.format(state)]
+                           for state in ("reserved", "active")) == 0, 10, "nothing held")
+
+
+@test
+def test_i1_medusa_any_k_gives_the_same_tokens(options):
+    c = cluster(options)
+    tried = 0
+    for prompt in (COPY, FREE):
+        for sampling in SAMPLINGS:
+            expected, _ = ask(c, prompt, {"drafter": "none"}, **sampling)
+            for k in range(0, 9):
+                got, details = ask(c, prompt, {"drafter": "medusa", "k": k}, **sampling)
+                assert got == expected, (prompt, sampling, k, got, expected)
+                tried += drafted(details)
+                assert k > 0 or drafted(details) == 0
+            got, _ = ask(c, prompt, {"drafter": "medusa"}, **sampling)  # k by its own plan
+            assert got == expected, (prompt, sampling, "own k")
+    assert tried > 2000, tried
+    nothing_held(c)
+
+
+@test
+def test_i1_medusa_with_stops_choices_and_minimum(options):
+    c = cluster(options)
+    for more in ({"stop": ["coal", "wine"]}, {"stop": [" carried"], "min_tokens": 9},
+                 {"n": 3, "temperature": 0.9, "seed": 3}, {"ignore_eos": False, "max_tokens": 90},
+                 {"max_tokens": 1}, {"max_tokens": 2},
+                 {"stop": ["."], "include_stop_str_in_output": True}):
+        more = {"temperature": 0.6, "seed": 5, **more}
+        expected, _ = ask(c, COPY, {"drafter": "none"}, **more)
+        for k in (1, 3, 8):
+            got, _ = ask(c, COPY, {"drafter": "medusa", "k": k}, **more)
+            assert got == expected, (more, k, got, expected)
+    nothing_held(c)
+
+
+@test
+def test_i1_batches_with_medusa(options):
+    c = cluster(options)
+    jobs = [(prompt, sampling, drafter, k) for prompt in (COPY, FREE) for sampling in SAMPLINGS[:4]
+            for drafter in ("none", "prompt_lookup", "early_exit", "medusa") for k in (3, None)]
+    expected = {(prompt, str(sampling)): ask(c, prompt, {"drafter": "none"}, **sampling)[0]
+                for prompt, sampling, _, _ in jobs}
+
+    def run(prompt, sampling, drafter, k):
+        wish = {"drafter": drafter} if k is None else {"drafter": drafter, "k": k}
+        got, _ = ask(c, prompt, wish, **sampling)
+        assert got == expected[(prompt, str(sampling))], (prompt[:20], sampling, drafter, k)
+
+    run_together(jobs, run)
+    nothing_held(c)
+
+
+@test
+def test_medusa_drafts_the_same_in_any_batch(options):
+    """A chain's numbers don't depend on the others in the pass, so neither does what is accepted."""
+    c = cluster(options)
+    jobs = [(prompt, index) for prompt in (COPY, FREE) for index in range(len(SAMPLINGS))]
+    wish = {"drafter": "medusa", "k": 3}
+    alone = {job: ask(c, job[0], wish, **SAMPLINGS[job[1]])[1] for job in jobs}
+
+    def run(prompt, index):
+        details = ask(c, prompt, wish, **SAMPLINGS[index])[1]
+        assert details == alone[(prompt, index)], (prompt, index, details, alone[(prompt, index)])
+
+    run_together(jobs, run)
+
+
+@test
+def test_rejection_rule_with_medusa_keeps_the_distribution(options):
+    c = cluster(options)
+    plain, _, _ = sample(c, COPY, {"drafter": "none"}, 64)
+    texts, accepted, rejected = sample(c, COPY, {"drafter": "medusa", "k": 3, "rule": "rejection"},
+                                       64)
+    assert rejected > 50 and accepted > 20, (accepted, rejected)
+    apart = far_apart(plain, texts)
+    assert apart < 4.5, apart  # by chance three times in a million
+    expected, _ = ask(c, COPY, {"drafter": "none"}, temperature=0)
+    got, details = ask(c, COPY, {"drafter": "medusa", "k": 4, "rule": "rejection"}, temperature=0)
+    assert got == expected and drafted(details) > 0
+
+
+@test
+def test_i1_preempted_with_medusa(options):
+    with Cluster(options.bin, kvstore=0,
+                 decode_args=["--kv-memory", str(22 * 368640), "--medusa-heads", heads(options),
+                              "--draft-confidence", "0"],
+                 router_args=["--queue-ms", "60000"]) as c:
+        for _ in range(24):  # outputs are short, it learns, and promises little
+            c.complete(FREE, max_tokens=4, ignore_eos=True)
+        alone = c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True,
+                           speculation={"drafter": "none"}).text
+
+        def run(number, k):
+            reply = c.complete(COPY, max_tokens=150, temperature=0, ignore_eos=True,
+                               cache_salt=str(number), speculation={"drafter": "medusa", "k": k})
+            assert reply.text == alone, (number, k, reply.text, alone)
+
+        run_together([(0, 8), (1, 5), (2, 3), (3, 1)], run)
+        assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
+        nothing_held(c)
+
+
+def shares(c):
+    """Of the first drafts of many steps, how many were right."""
+    right = all_of_them = 0
+    for number, prompt in enumerate((FREE, "What is gravity?", "A recipe for bread:")):
+        details = c.complete(prompt, max_tokens=64, temperature=0, ignore_eos=True,
+                             cache_salt=str(number), speculation={"drafter": "medusa", "k": 1}
+                             ).usage["completion_tokens_details"]
+        right += details["accepted_prediction_tokens"]
+        all_of_them += drafted(details)
+    return right / all_of_them
+
+
+@test
+def test_training_helps(options):
+    """Against heads that add nothing to the state they begin with, and more confident ones draft
+    less."""
+    header, data = read(heads(options))
+    begin, end = header["out.weight"]["data_offsets"]
+    data = data[:begin] + bytes(end - begin) + data[end:]
+    begin, end = header["out.bias"]["data_offsets"]
+    data = data[:begin] + bytes(end - begin) + data[end:]
+    untrained = write(os.path.join(folder, "untrained"), header, data)
+    trained = shares(cluster(options))
+    with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", untrained,
+                                                      "--draft-confidence", "0"]) as c:
+        assert shares(c) < trained / 2, trained
+    assert trained > 0.1, trained
+    counts = []
+    for percent in ("0", "95"):
+        with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", heads(options),
+                                                          "--draft-confidence", percent]) as c:
+            counts.append(drafted(c.complete(
+                FREE, max_tokens=48, ignore_eos=True, temperature=0,
+                speculation={"drafter": "medusa", "k": 4}).usage["completion_tokens_details"]))
+    assert counts[1] < counts[0] / 2, counts
+
+
+@test
+def test_same_seed_same_heads(options):
+    """On any number of threads; and another seed makes others."""
+    first, second, third = (os.path.join(folder, name) for name in ("one", "two", "three"))
+    small = ["--tokens", "1024", "--held-out-tokens", "256", "--epochs", "2"]
+    for path, more in ((first, ["--threads", "1"]), (second, ["--threads", "2"]),
+                       (third, ["--seed", "2"])):
+        ended = train(options, path, *small, *more)
+        assert ended.returncode == 0, ended.stderr
+        assert "held-out positions" in ended.stdout and "tokens a step" in ended.stdout
+        assert not os.path.exists(path + ".state")
+    assert read(first) == read(second)
+    assert read(first)[1] != read(third)[1]
+    metadata = read(first)[0]["__metadata__"]
+    assert metadata["seed"] == "1" and len(metadata["acceptance"].split()) == 3, metadata
+
+
+@test
+def test_train_refuses(options):
+    path = os.path.join(folder, "never")
+    for more in (["--hidden", "100"], ["--batch", "100"], ["--seed", "x"], ["--steps", "9"],
+                 ["--model", os.path.join(folder, "none")]):
+        ended = train(options, path, *more)
+        assert ended.returncode != 0 and ended.stderr and not os.path.exists(path), more
+
+
+@test
+def test_other_heads_are_refused(options):
+    header, data = read(heads(options))
+    another = json.loads(json.dumps(header))
+    another["__metadata__"]["model_fingerprint"] = "0" * 64
+    short = os.path.join(folder, "short")
+    cases = [
+        (write(os.path.join(folder, "another"), another, data), "it was made for another model"),
+        (write(short, header, data[:-4]), "data_offsets outside the file"),
+        (os.path.join(folder, "none"), "tensor file not opened"),
+    ]
+    for path, why in cases:
+        try:
+            with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", path]):
+                raise AssertionError("it started")
+        except RuntimeError as refused:
+            assert why in str(refused), (path, refused)
+
+
+@test
+def test_without_heads_there_are_no_drafts(options):
+    with Cluster(options.bin, kvstore=0) as c:
+        for _ in range(2):
+            reply = c.complete(FREE, max_tokens=8, speculation={"drafter": "medusa", "k": 3})
+            assert drafted(reply.usage["completion_tokens_details"]) == 0
+        assert c.log("decode-1").count("drafter not possible here") == 1
+
+
+if __name__ == "__main__":
+    main(__doc__)
