@@ -217,7 +217,7 @@ def test_i1_memo_is_shared_through_the_store(options):
             other, theirs = answer("decode-2", "them")
             assert other == first and theirs <= by_itself
             assert c.metrics("decode-2")["tandem_decode_memo_told_total"] == (memory != "0")
-    assert kept["1M"] >= 50 and kept["0"] <= by_itself, kept
+    assert kept["1M"] >= by_itself + 20 and kept["0"] <= by_itself, kept  # it may come a step late
 
 
 @test
