@@ -129,13 +129,14 @@ static uint32_t add_rows(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass)
 uint32_t dcn_draft_medusa_pass(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass)
 {
     const uint32_t rows = add_rows(d, p, pass);
-    uint32_t count = 0;
-    const uint32_t *tokens = td_heads_tokens(d->medusa.heads, &count);
+    const uint32_t *tokens = NULL;
     const float *logits = NULL;
+    uint32_t count = 0;
 
-    if (rows == 0) {
+    if (rows == 0) { /* also where there are no heads */
         return 0;
     }
+    tokens = td_heads_tokens(d->medusa.heads, &count);
     td_heads_step(d->medusa.heads, d->medusa.rows, rows, &logits);
     for (uint32_t i = 0; i < p->job_count; i++) {
         if (!p->jobs[i].goes_on) {

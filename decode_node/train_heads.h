@@ -14,6 +14,16 @@
 #include "common/model/td_model.h"
 #include "common/model/td_threads.h"
 
+/** The number-th of a seed's random numbers (splitmix64): a training that goes on needs no more
+ * state than how far it has come. */
+static inline uint64_t train_random(uint64_t seed, uint64_t number)
+{
+    uint64_t z = seed + (number + 1) * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
 /* --- train_heads_text.c: prompts ---------------------------------------------------------------
  */
 
@@ -53,15 +63,18 @@ typedef struct train_source {
  * Owner:  the caller ends *out with train_data_fini(), also after a failure. */
 TD_MUST_CHECK td_status_t train_generate(const train_source_t *source, bool held_out, uint32_t rows,
                                          train_data_t *out);
-/** As a tensor file, for who starts again. names: what it must be of, to be read again. */
+/** As a tensor file, for who starts again. name: what the data depend on; under another one the
+ * file is not read again. Errors: TD_ERR_IO, TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t train_data_save(const char *path, const char *name,
                                           const train_data_t *data);
-/** Errors: TD_ERR_NOT_FOUND (no such file, or of another name), TD_ERR_INVALID. */
+/** Errors: TD_ERR_NOT_FOUND (no such file, or of another name), TD_ERR_INVALID, TD_ERR_NO_MEMORY.
+ * Owner:  as train_generate(). */
 TD_MUST_CHECK td_status_t train_data_load(const char *path, const char *name, uint32_t embed_dim,
                                           train_data_t *out);
 void train_data_fini(train_data_t *data);
 
-/* --- train_heads_net.c: the network, its gradient and its steps ---------------------------------
+/* --- train_heads_net.c, _batch.c, _file.c: the network, its steps, its files
+ * ---------------------------------
  */
 
 #define TRAIN_STEPS_MAX 8u /* drafts of a chain that are trained */
@@ -110,13 +123,14 @@ void train_net_batch(train_net_t *net, uint64_t number, train_loss_t *out);
 float *train_net_weights(train_net_t *net, const float **gradient_out, size_t *count_out);
 /** Drafts greedily behind every row of data that has steps rows behind it. */
 void train_net_score(train_net_t *net, const train_data_t *data, train_score_t *out);
-/** State of a training that can go on. name: as train_data_save(). */
+/** State of a training that can go on. name and errors: as train_data_save(). */
 TD_MUST_CHECK td_status_t train_net_save(const train_net_t *net, const char *path, const char *name,
                                          uint64_t batches_done);
-/** Errors: TD_ERR_NOT_FOUND, TD_ERR_INVALID. */
+/** Errors: as train_data_load(). */
 TD_MUST_CHECK td_status_t train_net_load(train_net_t *net, const char *path, const char *name,
                                          uint64_t *batches_done_out);
-/** The heads, as td_heads_load() reads them. */
+/** The heads, as td_heads_load() reads them, with what they were scored. Errors: as
+ * train_data_save(). */
 TD_MUST_CHECK td_status_t train_net_export(const train_net_t *net, const char *path,
                                            const uint8_t fingerprint[32],
                                            const train_score_t *score);

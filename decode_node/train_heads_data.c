@@ -44,14 +44,6 @@ typedef struct generator {
     uint64_t prompts; /* begun */
 } generator_t;
 
-static uint64_t mix(uint64_t seed, uint64_t number) /* splitmix64 */
-{
-    uint64_t z = seed + (number + 1) * 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
-
 /* --- memory ----------------------------------------------------------------------------------- */
 
 void train_data_fini(train_data_t *data)
@@ -211,8 +203,10 @@ static td_status_t begin_sampler(const generator_t *g, sequence_t *s, uint64_t n
 
     td_sampling_init(&params);
     params.temperature =
-        g->held_out ? 0 : temperatures[mix(g->source->seed, ~number) % TD_ARRAY_LEN(temperatures)];
-    params.seed = mix(g->source->seed, number);
+        g->held_out
+            ? 0
+            : temperatures[train_random(g->source->seed, ~number) % TD_ARRAY_LEN(temperatures)];
+    params.seed = train_random(g->source->seed, number);
     return td_sampler_create(&params, g->info->vocab_size, NULL, 0, &s->sampler);
 }
 
@@ -226,8 +220,9 @@ static td_status_t begin_sequence(generator_t *g, sequence_t *s)
     td_status_t status = TD_OK;
 
     /* Of what is held out each once; in training every turn another one. */
-    train_prompt((uint32_t)(g->held_out ? number * 31 : mix(~g->source->seed, number) >> 8),
-                 g->held_out, text, sizeof(text), &s->is_chat);
+    train_prompt(
+        (uint32_t)(g->held_out ? number * 31 : train_random(~g->source->seed, number) >> 8),
+        g->held_out, text, sizeof(text), &s->is_chat);
     TD_TRY(encode(g, text, s->is_chat, &ids, &count));
     count = TD_MIN(count, (size_t)PROMPT_TOKENS_MAX);
     for (uint32_t i = 0; i < count; i++) {

@@ -56,6 +56,23 @@ def write(path, header, data):
     return path
 
 
+def echo(options):
+    """Heads that add nothing: they draft, of all tokens, what the state says that they begin with,
+    and so the newest token once more."""
+    path = os.path.join(folder, "echo")
+    header = {"__metadata__": read(heads(options))[0]["__metadata__"]}
+    data = b""
+    for name, dtype, shape in (("in.weight", "F32", [8, 3 * 576]), ("in.bias", "F32", [8]),
+                               ("out.weight", "F32", [576, 8]), ("out.bias", "F32", [576]),
+                               ("tokens", "I32", [49152])):
+        count = functools.reduce(lambda a, b: a * b, shape)
+        more = struct.pack(f"<{count}i", *range(count)) if dtype == "I32" else bytes(4 * count)
+        header[name] = {"dtype": dtype, "shape": shape,
+                        "data_offsets": [len(data), len(data) + len(more)]}
+        data += more
+    return write(path, header, data)
+
+
 def cluster(options):
     # Confidence 0 %: a chain is as long as k, and much of it wrong.
     return shared(options, router_args=["--allow-placement"],
@@ -182,16 +199,9 @@ def shares(c):
 
 @test
 def test_training_helps(options):
-    """Against heads that add nothing to the state they begin with, and more confident ones draft
-    less."""
-    header, data = read(heads(options))
-    begin, end = header["out.weight"]["data_offsets"]
-    data = data[:begin] + bytes(end - begin) + data[end:]
-    begin, end = header["out.bias"]["data_offsets"]
-    data = data[:begin] + bytes(end - begin) + data[end:]
-    untrained = write(os.path.join(folder, "untrained"), header, data)
+    """Against heads that add nothing to the state they begin with; and sure ones draft less."""
     trained = shares(cluster(options))
-    with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", untrained,
+    with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", echo(options),
                                                       "--draft-confidence", "0"]) as c:
         assert shares(c) < trained / 2, trained
     assert trained > 0.1, trained
@@ -206,18 +216,29 @@ def test_training_helps(options):
 
 
 @test
+def test_drafts_begin_with_the_newest_tokens_state(options):
+    """Also where that is of a row behind a draft: in pairs of digits, who echoes the newest one's
+    state is right once it is the first of a pair, and stays so."""
+    with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", echo(options)]) as c:
+        reply = c.complete("1122" * 24 + "1", max_tokens=48, temperature=0, ignore_eos=True,
+                           speculation={"drafter": "medusa", "k": 1})
+        assert reply.text == "1221" * 12, reply.text
+        details = reply.usage["completion_tokens_details"]
+        assert details["rejected_prediction_tokens"] <= 1, details
+        assert details["accepted_prediction_tokens"] >= 22, details
+
+
+@test
 def test_same_seed_same_heads(options):
-    """On any number of threads; and another seed makes others."""
-    first, second, third = (os.path.join(folder, name) for name in ("one", "two", "three"))
+    """On any number of threads."""
+    first, second = (os.path.join(folder, name) for name in ("one", "two"))
     small = ["--tokens", "1024", "--held-out-tokens", "256", "--epochs", "2"]
-    for path, more in ((first, ["--threads", "1"]), (second, ["--threads", "2"]),
-                       (third, ["--seed", "2"])):
-        ended = train(options, path, *small, *more)
+    for path, threads in ((first, "1"), (second, "2")):
+        ended = train(options, path, *small, "--threads", threads)
         assert ended.returncode == 0, ended.stderr
         assert "held-out positions" in ended.stdout and "tokens a step" in ended.stdout
         assert not os.path.exists(path + ".state")
     assert read(first) == read(second)
-    assert read(first)[1] != read(third)[1]
     metadata = read(first)[0]["__metadata__"]
     assert metadata["seed"] == "1" and len(metadata["acceptance"].split()) == 3, metadata
 
