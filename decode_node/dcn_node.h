@@ -145,9 +145,11 @@ typedef struct dcn_node {
     uint32_t chances_used;   /* rows, by the step being made */
     bool draft_model_missed; /* a request has asked for one that is not here: said once */
     td_acceptance_t acceptance[TD_DRAFTER_KINDS][TD_DRAFT_CONFIDENCES]; /* of all choices */
-    td_memo_t *memo; /* owned; NULL: answers are not remembered */
-    td_str_t text;   /* scratch */
-    td_str_t raw;    /* scratch */
+    td_acceptance_t
+        drafts_made[TD_DRAFTER_KINDS]; /* of those planned: not dropped by the drafter */
+    td_memo_t *memo;                   /* owned; NULL: answers are not remembered */
+    td_str_t text;                     /* scratch */
+    td_str_t raw;                      /* scratch */
     uint64_t tokens_per_s;
     td_metric_t *tokens;
     td_metric_t *requests_ok;
