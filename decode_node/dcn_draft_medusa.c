@@ -8,8 +8,9 @@
 #include "common/base/td_log.h"
 #include "decode_node/dcn_node.h"
 
-#define NEGLIGIBLE (-18.0f) /* its exponential is below half a unit of a float's last place at 1   \
-                             */
+#define NEGLIGIBLE                                                                                 \
+    (-18.0f) /* its exponential is below half a unit of a float's last place at 1                  \
+              */
 
 static td_status_t take_buffers(dcn_node_t *d)
 {

@@ -71,7 +71,7 @@ static void test_lookahead_goes_on_from_rows_behind_a_wrong_draft(void **state)
     td_draft_observe(draft, drafts, nexts, 3);
     assert_proposes(draft, 8, nexts, 3);
     assert_int_equal(td_draft_confidence(draft), TD_DRAFT_CONFIDENCE_ANY);
-    td_draft_append(draft, known, 2, true); /* the guess is gone, the pool is not */
+    td_draft_append(draft, known, 2, true);  /* the guess is gone, the pool is not */
     assert_proposes(draft, 8, &nexts[1], 1); /* behind 50, 51 */
     td_draft_destroy(draft);
 }
