@@ -105,8 +105,9 @@ TD_MUST_CHECK td_status_t dcn_draft_need_chances(struct dcn_node *dcn);
 /** A job for the part; NULL: the step's passes are full. */
 dcn_draft_job_t *dcn_draft_add_job(dcn_drafter_t *drafter, struct dcn_part *part, uint32_t rows);
 /** Worker: the next draft of a job from its drafter's logits, and whether it goes on.
- * Shape: logits [vocab_size]. */
-void dcn_draft_pick(struct dcn_node *dcn, dcn_draft_job_t *job, const float *logits);
+ * Shape: logits [vocab_size]. log_sum: of their exponentials, where that is known; else NULL. */
+void dcn_draft_pick(struct dcn_node *dcn, dcn_draft_job_t *job, const float *logits,
+                    const float *log_sum);
 
 /* --- dcn_draft_model.c ------------------------------------------------------------------------ */
 

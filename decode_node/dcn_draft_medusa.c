@@ -8,6 +8,10 @@
 #include "common/base/td_log.h"
 #include "decode_node/dcn_node.h"
 
+#define NEGLIGIBLE                                                                                 \
+    (-18.0f) /* its exponential is below half a unit of a float's last place at 1                  \
+              */
+
 static td_status_t take_buffers(dcn_node_t *d)
 {
     dcn_medusa_t *m = &d->medusa;
@@ -126,26 +130,59 @@ static uint32_t add_rows(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass)
     return rows;
 }
 
+/* The logarithm of the sum of exponentials; terms that add nothing to a float are left out. */
+static float log_sum_of(const float *logits, uint32_t count, float *most_out)
+{
+    float most = logits[0];
+    float sum = 0;
+
+    for (uint32_t i = 1; i < count; i++) {
+        most = logits[i] > most ? logits[i] : most;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        if (logits[i] - most > NEGLIGIBLE) {
+            sum += expf(logits[i] - most);
+        }
+    }
+    *most_out = most;
+    return most + logf(sum);
+}
+
+/* A place whose likeliest token isn't likely enough is the chain's end, without a look at all of
+ * the vocabulary. What isn't finite is for the sampler to refuse. */
+static void pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
+{
+    uint32_t count = 0;
+    const uint32_t *tokens = td_heads_tokens(d->medusa.heads, &count);
+    float most = 0;
+    const float log_sum = log_sum_of(logits, count, &most);
+
+    if (most - log_sum < d->draft_logprob_min) {
+        job->goes_on = false;
+        return;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        d->medusa.logits[tokens[i]] = logits[i];
+    }
+    dcn_draft_pick(d, job, d->medusa.logits, &log_sum);
+}
+
 uint32_t dcn_draft_medusa_pass(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass)
 {
     const uint32_t rows = add_rows(d, p, pass);
-    const uint32_t *tokens = NULL;
     const float *logits = NULL;
     uint32_t count = 0;
 
     if (rows == 0) { /* also where there are no heads */
         return 0;
     }
-    tokens = td_heads_tokens(d->medusa.heads, &count);
+    (void)td_heads_tokens(d->medusa.heads, &count);
     td_heads_step(d->medusa.heads, d->medusa.rows, rows, &logits);
     for (uint32_t i = 0; i < p->job_count; i++) {
         if (!p->jobs[i].goes_on) {
             continue;
         }
-        for (uint32_t t = 0; t < count; t++) {
-            d->medusa.logits[tokens[t]] = logits[t];
-        }
-        dcn_draft_pick(d, &p->jobs[i], d->medusa.logits);
+        pick(d, &p->jobs[i], logits);
         logits += count;
     }
     return rows;

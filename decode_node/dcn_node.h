@@ -171,10 +171,12 @@ typedef struct dcn_node {
     uint32_t chances_used;   /* rows, by the step being made */
     bool draft_model_missed; /* a request has asked for one that is not here: said once */
     td_acceptance_t acceptance[TD_DRAFTER_KINDS][TD_DRAFT_CONFIDENCES]; /* of all choices */
-    td_memo_t *memo;          /* owned; NULL: answers are not remembered */
-    td_draft_stats_t *past;   /* owned; what drafts were worth here lately */
-    uint64_t told_router;     /* incarnation of the router that was told it */
-    td_msg_heartbeat_t costs; /* only those of steps and passes */
+    td_acceptance_t
+        drafts_made[TD_DRAFTER_KINDS]; /* of those planned: not dropped by the drafter */
+    td_memo_t *memo;                   /* owned; NULL: answers are not remembered */
+    td_draft_stats_t *past;            /* owned; what drafts were worth here lately */
+    uint64_t told_router;              /* incarnation of the router that was told it */
+    td_msg_heartbeat_t costs;          /* only those of steps and passes */
     uint64_t next_costs_ns;
     dcn_out_t out; /* scratch */
     td_str_t text; /* scratch */

@@ -134,6 +134,7 @@ typedef struct sharers {
     uint32_t offered;
     uint32_t planned;
     double draft_ns; /* of a draft of each, as part of a pass */
+    double dropped;  /* part of the drafts that the drafter drops, not sure enough of them */
 } sharers_t;
 
 /* A pass is shared by the choices that draft, so each pays its part. Nothing is known before the
@@ -145,6 +146,8 @@ static void cost_of_drafts(dcn_node_t *d, sharers_t sharers[TD_DRAFTER_KINDS])
         sharers_t *s = &sharers[kind];
         s->draft_ns =
             p == NULL || s->offered == 0 ? 0 : td_step_cost_ns(&p->cost, s->offered) / s->offered;
+        s->dropped =
+            p == NULL ? 0 : 1 - td_acceptance_rate(&d->drafts_made[kind], 1, NODE_PRIOR_TRIALS);
     }
 }
 
@@ -181,7 +184,8 @@ void dcn_speculate_plan(dcn_node_t *d)
     cost_of_drafts(d, sharers);
     for (uint32_t i = 0; i < b->part_count; i++) {
         if (b->parts[i].samples) {
-            offers[at++].draft_ns = sharers[b->parts[i].choice->drafter].draft_ns;
+            offers[at].draft_ns = sharers[b->parts[i].choice->drafter].draft_ns;
+            offers[at++].dropped = sharers[b->parts[i].choice->drafter].dropped;
         }
     }
     td_spec_plan(&d->step_cost, offers, count, rows - count, d->rows_max);
@@ -212,6 +216,9 @@ void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accep
     }
     td_acceptance_observe(&c->acceptance[c->confidence], tried, accepted, CHOICE_MEMORY);
     td_acceptance_observe(node_acceptance(d, c), tried, accepted, NODE_MEMORY);
+    if (part->job != NULL) {
+        td_acceptance_observe(&d->drafts_made[c->drafter], tried, part->drafts, NODE_MEMORY);
+    }
     c->ticket->drafts_accepted += accepted;
     c->ticket->drafts_rejected += part->drafts - accepted;
     if (part->drafts > 0) {

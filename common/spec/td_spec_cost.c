@@ -143,10 +143,20 @@ double td_acceptance_rate(const td_acceptance_t *a, double prior, double prior_t
 
 typedef struct plan {
     double curve[TD_STEP_COST_ROWS_MAX + 1];
-    uint32_t rows;
-    double tokens; /* expected */
+    uint32_t rows;    /* at most: with every draft that is planned */
+    double rows_mean; /* without those that drafters drop themselves */
+    double tokens;    /* expected */
     double draft_ns;
 } plan_t;
+
+/* Of rows in the mean: between two numbers of rows a line. */
+static double cost_of(const plan_t *p, double rows)
+{
+    const uint32_t below = (uint32_t)rows;
+    const uint32_t above = TD_MIN(below + 1, TD_STEP_COST_ROWS_MAX);
+
+    return p->curve[below] + (p->curve[above] - p->curve[below]) * (rows - below);
+}
 
 /* The choice of which one draft more gives the most tokens in the step's time. */
 static td_spec_offer_t *next_of(const plan_t *p, td_spec_offer_t *offers, uint32_t count)
@@ -156,8 +166,8 @@ static td_spec_offer_t *next_of(const plan_t *p, td_spec_offer_t *offers, uint32
 
     for (uint32_t i = 0; i < count; i++) {
         td_spec_offer_t *o = &offers[i];
-        const double ratio =
-            (p->tokens + o->gain) / (p->curve[p->rows + 1] + p->draft_ns + o->draft_ns);
+        const double ratio = (p->tokens + o->gain) / (cost_of(p, p->rows_mean + 1 - o->dropped) +
+                                                      p->draft_ns + o->draft_ns);
         if (o->k < o->proposed && o->gain > 0 && ratio > most) {
             most = ratio;
             best = o;
@@ -171,6 +181,7 @@ static void take(plan_t *p, td_spec_offer_t *o)
     p->tokens += o->gain;
     p->draft_ns += o->draft_ns;
     p->rows++;
+    p->rows_mean += 1 - o->dropped;
     o->k++;
     o->gain *= o->alpha;
 }
@@ -180,6 +191,7 @@ static void begin(plan_t *p, td_spec_offer_t *offers, uint32_t count, uint32_t o
                   uint32_t rows_max)
 {
     p->rows = other_rows + count;
+    p->rows_mean = p->rows;
     p->tokens = count;
     p->draft_ns = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -206,11 +218,11 @@ void td_spec_plan(const td_step_cost_t *cost, td_spec_offer_t *offers, uint32_t 
         return;
     }
     td_step_cost_curve(cost, rows_max, p.curve);
-    most = TD_SPEC_GAIN_MIN * p.tokens / (p.curve[p.rows] + p.draft_ns);
+    most = TD_SPEC_GAIN_MIN * p.tokens / (cost_of(&p, p.rows_mean) + p.draft_ns);
     for (uint32_t n = 1; p.rows < rows_max && (next = next_of(&p, offers, count)) != NULL; n++) {
         take(&p, next);
-        if (p.tokens / (p.curve[p.rows] + p.draft_ns) > most) {
-            most = p.tokens / (p.curve[p.rows] + p.draft_ns);
+        if (p.tokens / (cost_of(&p, p.rows_mean) + p.draft_ns) > most) {
+            most = p.tokens / (cost_of(&p, p.rows_mean) + p.draft_ns);
             worth = n;
         }
     }

@@ -58,6 +58,7 @@ typedef struct td_spec_offer {
     uint32_t proposed; /* drafts there are */
     uint32_t k_min;    /* verified whatever it costs, as far as there are rows */
     double draft_ns;   /* to draft one of them; 0: they are there */
+    double dropped;    /* part of them that its drafter drops itself, so no row; in [0, 1) */
     uint32_t k;        /* out */
     double gain;       /* of the next draft; scratch */
 } td_spec_offer_t;

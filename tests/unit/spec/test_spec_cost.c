@@ -208,6 +208,26 @@ static void test_spec_plan_takes_what_pays(void **state)
 }
 
 /* Costs that rise by leaps, as tiles of rows do: a draft alone doesn't pay, four do. */
+/* What a drafter drops itself is no row, but was drafted. */
+static void test_spec_plan_counts_rows_in_the_mean(void **state)
+{
+    td_step_cost_t cost;
+    td_spec_offer_t offer = {.alpha = 0.35, .proposed = 1, .draft_ns = 100};
+    (void)state;
+
+    memset(&cost, 0, sizeof(cost));
+    td_step_cost_observe(&cost, 1, 1000);
+    td_step_cost_observe(&cost, 2, 1300);
+    td_spec_plan(&cost, &offer, 1, 0, 2);
+    assert_int_equal(offer.k, 0); /* 1.35 / 1400 */
+    offer.dropped = 0.5;
+    td_spec_plan(&cost, &offer, 1, 0, 2);
+    assert_int_equal(offer.k, 1); /* 1.35 / 1250 */
+    offer.draft_ns = 200;
+    td_spec_plan(&cost, &offer, 1, 0, 2);
+    assert_int_equal(offer.k, 0); /* 1.35 / 1350: less than TD_SPEC_GAIN_MIN */
+}
+
 static void test_spec_plan_looks_beyond_a_leap(void **state)
 {
     td_step_cost_t cost;
@@ -374,6 +394,7 @@ int main(void)
         cmocka_unit_test(test_step_cost_that_was_right_is_tried_ever_less),
         cmocka_unit_test(test_acceptance_learns_and_forgets),
         cmocka_unit_test(test_spec_plan_takes_what_pays),
+        cmocka_unit_test(test_spec_plan_counts_rows_in_the_mean),
         cmocka_unit_test(test_spec_plan_looks_beyond_a_leap),
         cmocka_unit_test(test_spec_plan_is_the_best),
         cmocka_unit_test(test_step_cost_that_is_not_seen_grows_old),
