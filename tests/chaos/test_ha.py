@@ -1,5 +1,6 @@
 """The store's master falls, or etcd does: another leads, blocks stay, and no request fails (F9)."""
 import http.client
+import itertools
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ class HaCluster(Cluster):
                          kvstore_args=["--capacity", "64M", "--replicas", "2",
                                        "--leader-lease-ms", str(lease_ms)], **arguments)
         self.frozen = set()
+        self.salts = {}  # of what was stored, by the name that tests have for it
 
     def __enter__(self):
         super().__enter__()
@@ -65,13 +67,21 @@ class HaCluster(Cluster):
         return self.store(leader, name) if leader else -1
 
     def ask(self, salt, node):
-        return self.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True, cache_salt=salt,
+        return self.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True,
+                             cache_salt=self.salts.get(salt, salt),
                              tandem={"prefill": node})
 
     def put(self, salt):
-        """Asks, and waits until every block of the prompt lies on two segments."""
-        reply = wait_until(lambda: self.try_put(salt), 30, f"{salt} stored")
-        return reply
+        """Asks, and waits until every block of the prompt lies on two segments. One that falls at
+        that moment has taken its copies along, and what is cached is not put again: then another
+        salt is tried."""
+        attempts = itertools.count()
+
+        def attempt():
+            self.salts[salt] = f"{salt} {next(attempts)}"
+            return self.try_put(salt)
+
+        return wait_until(attempt, 30, f"{salt} stored")
 
     def try_put(self, salt):
         before = self.of_leader('puts_total{result="stored"}')
