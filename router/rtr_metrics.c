@@ -61,13 +61,18 @@ static const struct {
 _Static_assert(TD_ARRAY_LEN(table) == offsetof(rtr_metrics_t, drafts) / sizeof(td_metric_t *),
                "every field has a row");
 
-/* Labels are kept for ever, so they have a place for ever; equal ones, whoever declares. */
+/* Labels are kept for ever, so they have a place for ever; equal ones, whoever declares.
+ * position 0: not named; result NULL: not named either. */
 static const char *draft_label(uint32_t drafter, uint32_t position, const char *result)
 {
-    static char labels[TD_DRAFTER_KINDS][TD_DRAFT_TOKENS_MAX + 1][2][80];
-    char *label = labels[drafter][position][result[0] == 'r' || result[0] == 'l'];
+    static char labels[TD_DRAFTER_KINDS][TD_DRAFT_TOKENS_MAX + 1][3][80];
+    char *label =
+        labels[drafter][position][result == NULL ? 2 : result[0] == 'r' || result[0] == 'l'];
 
-    if (position == 0) {
+    if (result == NULL) {
+        (void)snprintf(label, sizeof(labels[0][0][0]), "drafter=\"%s\"",
+                       td_drafter_name((td_drafter_t)drafter));
+    } else if (position == 0) {
         (void)snprintf(label, sizeof(labels[0][0][0]), "drafter=\"%s\",result=\"%s\"",
                        td_drafter_name((td_drafter_t)drafter), result);
     } else {
@@ -83,11 +88,6 @@ static void declare_drafts(td_metrics_t *m, rtr_draft_metrics_t *out)
 {
     static const char *const whys[RTR_DRAFT_WHYS] = {"why=\"asked\"", "why=\"default\"",
                                                      "why=\"learned\"", "why=\"explored\""};
-    static const char *const drafters[TD_DRAFTER_KINDS] = {
-        [TD_DRAFTER_PROMPT_LOOKUP] = "drafter=\"prompt_lookup\"",
-        [TD_DRAFTER_DRAFT_MODEL] = "drafter=\"draft_model\"",
-        [TD_DRAFTER_EARLY_EXIT] = "drafter=\"early_exit\"",
-        [TD_DRAFTER_MEMO] = "drafter=\"memo\""};
     const char *tokens = "tandem_router_draft_tokens_total";
     const char *tokens_help = "Drafts that were verified, by drafter and position in the draft.";
     const char *time = "tandem_router_draft_seconds_total";
@@ -102,7 +102,7 @@ static void declare_drafts(td_metrics_t *m, rtr_draft_metrics_t *out)
                                     "Tenants, classes and drafters that are learned from.");
     for (uint32_t d = TD_DRAFTER_NONE + 1; d < TD_DRAFTER_KINDS; d++) {
         out->steps[d] =
-            td_metrics_counter(m, "tandem_router_draft_steps_total", drafters[d],
+            td_metrics_counter(m, "tandem_router_draft_steps_total", draft_label(d, 0, NULL),
                                "Steps of choices that have this drafter, with drafts or without.");
     }
     for (uint32_t d = TD_DRAFTER_NONE + 1; d < TD_DRAFTER_KINDS; d++) {

@@ -380,6 +380,22 @@ static void test_a_new_router_knows_what_nodes_remember(void **state)
     td_draft_stats_destroy(node);
 }
 
+static void test_every_drafter_has_series_of_its_own(void **state)
+{
+    fixture_t *fx = *state;
+    td_str_t text = {0};
+
+    assert_int_equal(td_metrics_render(fx->registry, &text), TD_OK);
+    assert_int_equal(td_str_append(&text, "", 1), TD_OK);
+    for (uint32_t d = TD_DRAFTER_NONE + 1; d < TD_DRAFTER_KINDS; d++) {
+        char line[128];
+        (void)snprintf(line, sizeof(line), "\ntandem_router_draft_steps_total{drafter=\"%s\"} 0\n",
+                       td_drafter_name((td_drafter_t)d));
+        assert_non_null(strstr(text.bytes, line));
+    }
+    td_str_fini(&text);
+}
+
 static void test_create_survives_every_failing_allocation(void **state)
 {
     fixture_t *fx = *state;
@@ -485,6 +501,7 @@ int main(void)
         T(test_reports_are_counted_by_position),
         T(test_only_the_busiest_tenants_have_series),
         T(test_a_new_router_knows_what_nodes_remember),
+        T(test_every_drafter_has_series_of_its_own),
         T(test_create_survives_every_failing_allocation),
         T(test_classes_of_texts),
         T(test_classes_of_prompts),
