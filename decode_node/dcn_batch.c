@@ -351,9 +351,7 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
         if (!dcn_stream_flush(d, c)) {
             return false;
         }
-        if (c->ticket->fetches == 0) {
-            dcn_stream_publish(d, c);
-        }
+        dcn_stream_publish(d, c);
         dcn_speculate_look_behind(c);
         td_seq_truncate(&c->seq, c->kv_tokens);
         td_seq_forget(&c->seq, c->kv_tokens); /* after what it had filled was published */

@@ -28,15 +28,14 @@ td_memo_start_t dcn_memo_start(const dcn_node_t *d, const dcn_ticket_t *t)
 }
 
 /* What is known here of a prompt's answer, from its beginning. */
-static uint32_t known(dcn_node_t *d, const td_memo_start_t *start,
-                      uint32_t path[TD_MEMO_BLOCK_TOKENS_MAX + TD_MEMO_AHEAD])
+static uint32_t known(dcn_node_t *d, const td_memo_start_t *start, uint32_t path[TD_MEMO_PATH_MAX])
 {
     return td_memo_find(d->memo, &start->key, td_now_ns(), path);
 }
 
 void dcn_memo_ask(dcn_node_t *d, const dcn_ticket_t *t)
 {
-    uint32_t path[TD_MEMO_BLOCK_TOKENS_MAX + TD_MEMO_AHEAD];
+    uint32_t path[TD_MEMO_PATH_MAX];
     const td_memo_start_t start = dcn_memo_start(d, t);
 
     if (d->memo != NULL && t->work.drafter == TD_DRAFTER_MEMO && t->work.k_max > 0 &&
@@ -74,7 +73,7 @@ void dcn_memo_told(dcn_node_t *d, const td_msg_memo_t *found)
 /* What others have, or have told, goes out no second time. */
 void dcn_memo_learn(dcn_node_t *d, const dcn_choice_t *c)
 {
-    uint32_t path[TD_MEMO_BLOCK_TOKENS_MAX + TD_MEMO_AHEAD];
+    uint32_t path[TD_MEMO_PATH_MAX];
     td_memo_start_t start;
     uint32_t before = 0;
 

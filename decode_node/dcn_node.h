@@ -86,10 +86,8 @@ typedef struct dcn_ticket {
     uint32_t reserve_each;       /* of them, for each */
     dcn_choice_t *choices;       /* owned, [n] once admitted */
     uint32_t live;               /* choices that still generate */
-    uint32_t drafts_accepted;
-    uint32_t drafts_rejected;
-    td_msg_drafts_t drafts; /* k_max 0: nothing can be drafted */
-    uint64_t running_ns;    /* since when it generates */
+    td_msg_drafts_t drafts;      /* k_max 0: nothing can be drafted */
+    uint64_t running_ns;         /* since when it generates */
     bool computing;
     uint32_t *quarantined; /* owned, [blocks]; while DCN_DRAIN */
     uint32_t quarantined_count;

@@ -219,8 +219,6 @@ void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accep
     if (part->job != NULL) {
         td_acceptance_observe(&d->drafts_made[c->drafter], tried, part->drafts, NODE_MEMORY);
     }
-    c->ticket->drafts_accepted += accepted;
-    c->ticket->drafts_rejected += part->drafts - accepted;
     if (part->drafts > 0) {
         td_metric_add(d->drafter_steps[c->drafter], 1);
         td_metric_add(d->drafter_accepted[c->drafter], accepted);

@@ -14,7 +14,8 @@ void dcn_stream_publish(dcn_node_t *d, dcn_choice_t *c)
     dcn_ticket_t *t = c->ticket;
     uint32_t block_tokens = td_node_layout(&d->node)->block_tokens;
 
-    while ((c->published + 1) * block_tokens <= c->kv_tokens) {
+    /* While a fetch may still write into the prompt's blocks nothing of the sequence is offered. */
+    while (t->fetches == 0 && (c->published + 1) * block_tokens <= c->kv_tokens) {
         uint32_t idx = c->seq.blocks[c->published];
         td_block_key_t key;
         uint64_t hash = 0;
@@ -143,9 +144,7 @@ static bool end_choice(dcn_node_t *d, dcn_choice_t *c)
 {
     dcn_ticket_t *t = c->ticket;
 
-    if (t->fetches == 0) {
-        dcn_stream_publish(d, c);
-    }
+    dcn_stream_publish(d, c);
     dcn_memo_learn(d, c);
     td_seq_fini(&c->seq);
     dcn_speculate_close(c);
@@ -175,13 +174,9 @@ bool dcn_stream_token(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *sample
         dcn_ticket_end(d, c->ticket, status);
         return false;
     }
-    if (c->finish == TD_FINISH_NONE) {
-        TD_FAULT_POINT("decode_token");
-        return true;
-    }
-    if (!dcn_stream_flush(d, c)) {
+    if (c->finish != TD_FINISH_NONE && !dcn_stream_flush(d, c)) {
         return false;
     }
     TD_FAULT_POINT("decode_token");
-    return end_choice(d, c);
+    return c->finish == TD_FINISH_NONE || end_choice(d, c);
 }

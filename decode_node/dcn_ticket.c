@@ -44,9 +44,11 @@ static void send_end(dcn_node_t *d, const dcn_ticket_t *t, td_status_t status)
     }
     msg.u.end.usage.prompt_tokens = t->work.prompt_tokens;
     msg.u.end.usage.completion_tokens = generated;
-    msg.u.end.usage.accepted_draft_tokens = t->drafts_accepted;
-    msg.u.end.usage.rejected_draft_tokens = t->drafts_rejected;
     msg.u.end.drafts = t->drafts;
+    for (uint32_t i = 0; i < t->drafts.k_max; i++) {
+        msg.u.end.usage.accepted_draft_tokens += t->drafts.accepted[i];
+        msg.u.end.usage.rejected_draft_tokens += t->drafts.drafted[i] - t->drafts.accepted[i];
+    }
     if (td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
         TD_LOG_WARN("end not reported", "req=%s", t->work.request_id);
     }

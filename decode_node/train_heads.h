@@ -63,6 +63,11 @@ typedef struct train_source {
  * Owner:  the caller ends *out with train_data_fini(), also after a failure. */
 TD_MUST_CHECK td_status_t train_generate(const train_source_t *source, bool held_out, uint32_t rows,
                                          train_data_t *out);
+#define TRAIN_NAME_KEY "name" /* in the metadata of what a training goes on from */
+/** Opens such a file, if it is there and has the name. Errors: TD_ERR_NOT_FOUND (else), and as
+ * td_safetensors_open(). Owner: the caller ends it with td_safetensors_close(). */
+TD_MUST_CHECK td_status_t train_file_open(const char *path, const char *name,
+                                          td_safetensors_t **out);
 /** As a tensor file, for who starts again. name: what the data depend on; under another one the
  * file is not read again. Errors: TD_ERR_IO, TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t train_data_save(const char *path, const char *name,

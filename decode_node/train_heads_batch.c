@@ -22,11 +22,6 @@
 
 /* --- arithmetic over threads ------------------------------------------------------------------ */
 
-static uint32_t share(uint32_t count, uint32_t part, uint32_t parts)
-{
-    return (uint32_t)((uint64_t)count * part / parts);
-}
-
 /* y[row][output] = sum over k of x[row][k] * w(output, k). */
 typedef struct product {
     train_net_t *n;
@@ -59,8 +54,8 @@ static void product_thread(void *ctx, uint32_t thread, uint32_t threads)
 {
     const product_t *p = ctx;
     const uint32_t pairs = (p->outputs + TD_CPU_PAIR - 1) / TD_CPU_PAIR;
-    const uint32_t begin = share(pairs, thread, threads);
-    const uint32_t end = share(pairs, thread + 1, threads);
+    const uint32_t begin = td_threads_share(pairs, thread, threads);
+    const uint32_t end = td_threads_share(pairs, thread + 1, threads);
     const td_cpu_matrix_t matrix = {.form = TD_CPU_F32,
                                     .outputs = p->outputs,
                                     .inputs = p->inputs,
@@ -98,9 +93,9 @@ typedef struct flip {
 static void flip_thread(void *ctx, uint32_t thread, uint32_t threads)
 {
     const flip_t *f = ctx;
-    const uint32_t end = share(f->columns, thread + 1, threads);
+    const uint32_t end = td_threads_share(f->columns, thread + 1, threads);
 
-    for (size_t c = share(f->columns, thread, threads); c < end; c += FLIP_BLOCK) {
+    for (size_t c = td_threads_share(f->columns, thread, threads); c < end; c += FLIP_BLOCK) {
         for (size_t r = 0; r < f->rows; r += FLIP_BLOCK) {
             for (size_t i = c; i < TD_MIN(c + FLIP_BLOCK, (size_t)end); i++) {
                 for (size_t j = r; j < TD_MIN(r + FLIP_BLOCK, (size_t)f->rows); j++) {
@@ -210,9 +205,9 @@ static float softmax(const train_net_t *n, float *row)
 static void teacher_thread(void *ctx, uint32_t thread, uint32_t threads)
 {
     train_net_t *n = ctx;
-    const uint32_t end = share(n->teacher_rows, thread + 1, threads);
+    const uint32_t end = td_threads_share(n->teacher_rows, thread + 1, threads);
 
-    for (size_t i = share(n->teacher_rows, thread, threads); i < end; i++) {
+    for (size_t i = td_threads_share(n->teacher_rows, thread, threads); i < end; i++) {
         (void)softmax(n, n->teacher + i * n->o.candidates);
     }
 }
@@ -272,9 +267,9 @@ static void activate_thread(void *ctx, uint32_t thread, uint32_t threads)
 {
     const activation_t *job = ctx;
     const uint32_t width = job->n->o.hidden_dim;
-    const uint32_t end = share(job->rows, thread + 1, threads);
+    const uint32_t end = td_threads_share(job->rows, thread + 1, threads);
 
-    for (size_t row = share(job->rows, thread, threads); row < end; row++) {
+    for (size_t row = td_threads_share(job->rows, thread, threads); row < end; row++) {
         float *a = job->a + row * width;
         for (uint32_t i = 0; i < width; i++) {
             a[i] += job->n->w.in_bias[i];
@@ -324,9 +319,9 @@ static void loss_thread(void *ctx, uint32_t thread, uint32_t threads)
     train_net_t *n = job->n;
     const uint32_t count = n->o.candidates;
     const float weight = 1.0f / (float)(n->o.batch * n->o.steps);
-    const uint32_t end = share(n->o.batch, thread + 1, threads);
+    const uint32_t end = td_threads_share(n->o.batch, thread + 1, threads);
 
-    for (size_t i = share(n->o.batch, thread, threads); i < end; i++) {
+    for (size_t i = td_threads_share(n->o.batch, thread, threads); i < end; i++) {
         const float *goal = n->teacher + (size_t)teacher_row(n, (uint32_t)i, job->step + 1) * count;
         float *row = n->logits + i * count;
         double loss = 0;

@@ -14,7 +14,6 @@
 
 #define PROMPT_BYTES_MAX 512u
 #define PROMPT_TOKENS_MAX 192u
-#define NAME_KEY "name"
 
 static const float temperatures[] = {0, 0.5f, 0.8f, 1};
 
@@ -131,16 +130,6 @@ static void close_generator(generator_t *g)
 
 /* --- generating ------------------------------------------------------------------------------- */
 
-static int32_t likeliest(const float *logits, uint32_t count)
-{
-    uint32_t best = 0;
-
-    for (uint32_t i = 1; i < count; i++) {
-        best = logits[i] > logits[best] ? i : best;
-    }
-    return (int32_t)best;
-}
-
 /* The text is whole: its rows go to the others, as many as are still wanted. */
 static void end_sequence(generator_t *g, sequence_t *s)
 {
@@ -172,7 +161,7 @@ static td_status_t take_row(generator_t *g, sequence_t *s, const float *hidden, 
     TD_TRY(td_sampler_pick(s->sampler, logits, s->position + 1, NULL, 0, false, 0, &picked));
     td_sampler_accept(s->sampler, picked.token);
     s->tokens[s->count] = (int32_t)s->token;
-    s->best[s->count] = likeliest(logits, g->info->vocab_size);
+    s->best[s->count] = (int32_t)td_logits_argmax(logits, g->info->vocab_size);
     for (uint32_t i = 0; i < dim; i++) {
         s->hidden[(size_t)s->count * dim + i] = td_f16_from_f32(hidden[i]);
     }
@@ -287,9 +276,26 @@ td_status_t train_generate(const train_source_t *source, bool held_out, uint32_t
 
 /* --- files ------------------------------------------------------------------------------------ */
 
+td_status_t train_file_open(const char *path, const char *name, td_safetensors_t **out)
+{
+    const char *got = NULL;
+
+    if (access(path, F_OK) != 0) {
+        return TD_ERR_NOT_FOUND;
+    }
+    TD_TRY(td_safetensors_open(path, out));
+    got = td_safetensors_text(*out, TRAIN_NAME_KEY);
+    if (got == NULL || strcmp(got, name) != 0) {
+        td_safetensors_close(*out);
+        *out = NULL;
+        return TD_ERR_NOT_FOUND;
+    }
+    return TD_OK;
+}
+
 td_status_t train_data_save(const char *path, const char *name, const train_data_t *data)
 {
-    const td_safetensors_text_t text = {NAME_KEY, name};
+    const td_safetensors_text_t text = {TRAIN_NAME_KEY, name};
     const td_safetensor_t tensors[] = {
         {"tokens", TD_SAFETENSORS_I32, 1, {data->rows}, data->tokens, 0},
         {"best", TD_SAFETENSORS_I32, 1, {data->rows}, data->best, 0},
@@ -326,16 +332,11 @@ td_status_t train_data_load(const char *path, const char *name, uint32_t embed_d
                             train_data_t *out)
 {
     td_safetensors_t *file = NULL;
-    const char *got = NULL;
-    td_status_t status = TD_OK;
+    td_status_t status = train_file_open(path, name, &file);
 
-    if (access(path, F_OK) != 0) {
-        return TD_ERR_NOT_FOUND;
+    if (status == TD_OK) {
+        status = read_data(file, embed_dim, out);
     }
-    TD_TRY(td_safetensors_open(path, &file));
-    got = td_safetensors_text(file, NAME_KEY);
-    status =
-        got == NULL || strcmp(got, name) != 0 ? TD_ERR_NOT_FOUND : read_data(file, embed_dim, out);
     td_safetensors_close(file);
     return status;
 }

@@ -2,13 +2,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
 #include "decode_node/train_heads_internal.h"
 
-#define NAME_KEY "name"
 #define BATCHES_KEY "batches"
 
 /* --- files ------------------------------------------------------------------------------------ */
@@ -21,7 +19,7 @@ td_status_t train_net_save(const train_net_t *n, const char *path, const char *n
     td_safetensor_t tensors[3];
     uint32_t count = 0;
     char batches[32];
-    td_safetensors_text_t texts[] = {{NAME_KEY, name}, {BATCHES_KEY, batches}};
+    td_safetensors_text_t texts[] = {{TRAIN_NAME_KEY, name}, {BATCHES_KEY, batches}};
 
     (void)snprintf(batches, sizeof(batches), "%llu", (unsigned long long)batches_done);
     for (size_t i = 0; i < TD_ARRAY_LEN(memory_names); i++) {
@@ -64,16 +62,11 @@ td_status_t train_net_load(train_net_t *n, const char *path, const char *name,
                            uint64_t *batches_done_out)
 {
     td_safetensors_t *file = NULL;
-    const char *got = NULL;
-    td_status_t status = TD_OK;
+    td_status_t status = train_file_open(path, name, &file);
 
-    if (access(path, F_OK) != 0) {
-        return TD_ERR_NOT_FOUND;
+    if (status == TD_OK) {
+        status = read_state(n, file, batches_done_out);
     }
-    TD_TRY(td_safetensors_open(path, &file));
-    got = td_safetensors_text(file, NAME_KEY);
-    status = got == NULL || strcmp(got, name) != 0 ? TD_ERR_NOT_FOUND
-                                                   : read_state(n, file, batches_done_out);
     td_safetensors_close(file);
     return status;
 }

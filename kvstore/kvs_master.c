@@ -441,12 +441,24 @@ bool kvs_master_is_complete(const kvs_master_t *m)
     return count_telling(m) == 0;
 }
 
+/* KVS_NONE: no segment has this id and life. */
+static uint32_t find_segment(const kvs_master_t *m, const char *id, uint64_t incarnation)
+{
+    uint32_t i = 0;
+
+    while (i < KVS_SEGMENTS_MAX &&
+           (m->segments[i].incarnation != incarnation || strcmp(m->segments[i].id, id) != 0)) {
+        i++;
+    }
+    return i < KVS_SEGMENTS_MAX ? i : KVS_NONE;
+}
+
 void kvs_master_peer_down(kvs_master_t *m, const char *id, uint64_t incarnation)
 {
-    for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
-        if (m->segments[i].incarnation == incarnation && strcmp(m->segments[i].id, id) == 0) {
-            segment_down(m, i);
-        }
+    const uint32_t segment = find_segment(m, id, incarnation);
+
+    if (segment != KVS_NONE) {
+        segment_down(m, segment);
     }
     for (uint32_t i = 0; i < KVS_ORDERS_MAX; i++) {
         if (m->orders[i].id != 0 && m->orders[i].writer_incarnation == incarnation) {
@@ -847,12 +859,12 @@ static void handle_memo(kvs_master_t *m, const td_msg_t *msg)
 /* A segment whose words were lost on their way has to say again what it holds. */
 static void note_gap(kvs_master_t *m, const td_msg_t *msg)
 {
-    for (uint32_t i = 0; msg->gap && i < KVS_SEGMENTS_MAX; i++) {
-        kvs_segment_info_t *s = &m->segments[i];
-        if (s->incarnation == msg->sender_incarnation && strcmp(s->id, msg->sender_id) == 0) {
-            TD_LOG_WARN("messages lost on their way", "segment=%s", s->id);
-            s->must_mount = true;
-        }
+    const uint32_t segment =
+        msg->gap ? find_segment(m, msg->sender_id, msg->sender_incarnation) : KVS_NONE;
+
+    if (segment != KVS_NONE) {
+        TD_LOG_WARN("messages lost on their way", "segment=%s", m->segments[segment].id);
+        m->segments[segment].must_mount = true;
     }
 }
 

@@ -340,11 +340,6 @@ const uint32_t *td_heads_tokens(const td_heads_t *heads, uint32_t *count_out)
 
 /* --- a step ----------------------------------------------------------------------------------- */
 
-static uint32_t share(uint32_t count, uint32_t part, uint32_t parts)
-{
-    return (uint32_t)((uint64_t)count * part / parts);
-}
-
 /* The rows that this thread prepares. */
 typedef struct worker {
     td_heads_t *h;
@@ -377,8 +372,9 @@ static void product(const worker_t *w, const td_cpu_matrix_t *matrix, float *src
     quantise(w, matrix, src);
     td_threads_barrier(h->model->threads, w->thread);
     acts.f32 = src;
-    h->model->ops->product(matrix, &acts, h->row_count, y, 2 * share(pairs, w->thread, w->threads),
-                           2 * share(pairs, w->thread + 1, w->threads), h->scratch[w->thread]);
+    h->model->ops->product(
+        matrix, &acts, h->row_count, y, 2 * td_threads_share(pairs, w->thread, w->threads),
+        2 * td_threads_share(pairs, w->thread + 1, w->threads), h->scratch[w->thread]);
     td_threads_barrier(h->model->threads, w->thread);
 }
 
@@ -389,8 +385,8 @@ static void step_thread(void *ctx, uint32_t thread, uint32_t threads)
     const worker_t w = {.h = h,
                         .thread = thread,
                         .threads = threads,
-                        .begin = share(h->row_count, thread, threads),
-                        .end = share(h->row_count, thread + 1, threads)};
+                        .begin = td_threads_share(h->row_count, thread, threads),
+                        .end = td_threads_share(h->row_count, thread + 1, threads)};
 
     for (size_t i = w.begin; i < w.end; i++) {
         float *x = h->x + i * TD_HEADS_INPUTS * dim;

@@ -23,11 +23,6 @@ static void sync_threads(const worker_t *w)
     td_threads_barrier(w->m->threads, w->thread);
 }
 
-static uint32_t share(uint32_t count, uint32_t part, uint32_t parts)
-{
-    return (uint32_t)((uint64_t)count * part / parts);
-}
-
 /* What a product reads: some rows, and of them some elements, as the input of these matrices. */
 typedef struct act_range {
     uint32_t dim; /* of a row */
@@ -88,8 +83,9 @@ static void product(const worker_t *w, const td_cpu_matrix_t *matrix,
 {
     uint32_t pairs = matrix->panels / 2;
 
-    product_pairs(w, matrix, quantised, src, rows, y, share(pairs, w->thread, w->threads),
-                  share(pairs, w->thread + 1, w->threads));
+    product_pairs(w, matrix, quantised, src, rows, y,
+                  td_threads_share(pairs, w->thread, w->threads),
+                  td_threads_share(pairs, w->thread + 1, w->threads));
 }
 
 static void embed_rows(const worker_t *w)
@@ -160,8 +156,8 @@ static void attend_item(const worker_t *w, uint32_t layer, const td_model_item_t
     const td_kv_layout_t *kv = &m->info.kv;
     const uint32_t group = m->info.heads / kv->kv_heads;
     const td_model_segment_t *segment = &m->segments[item->segment];
-    const uint32_t begin = segment->row + share(segment->rows, part, parts);
-    const uint32_t end = segment->row + share(segment->rows, part + 1, parts);
+    const uint32_t begin = segment->row + td_threads_share(segment->rows, part, parts);
+    const uint32_t end = segment->row + td_threads_share(segment->rows, part + 1, parts);
     const td_model_row_t *first = &m->pass.rows[begin];
     const size_t at = (size_t)begin * m->q_dim + (size_t)kv_head * group * kv->head_dim;
     const size_t part_stride = td_cpu_part_stride(kv->head_dim);
@@ -326,8 +322,9 @@ static void gate_up(const worker_t *w, td_model_layer_t *l)
     const uint32_t pairs = l->gate.panels / 2;
     const uint32_t group_pairs = TD_CPU_GROUP / (2 * TD_CPU_PANEL);
     const uint32_t shares = (pairs + group_pairs - 1) / group_pairs;
-    const uint32_t begin = share(shares, w->thread, w->threads) * group_pairs;
-    const uint32_t end = TD_MIN(share(shares, w->thread + 1, w->threads) * group_pairs, pairs);
+    const uint32_t begin = td_threads_share(shares, w->thread, w->threads) * group_pairs;
+    const uint32_t end =
+        TD_MIN(td_threads_share(shares, w->thread + 1, w->threads) * group_pairs, pairs);
     const td_cpu_matrix_t *const down[] = {&l->down};
     const act_range_t range = {.dim = ff,
                                .row_end = rows,
@@ -365,8 +362,8 @@ static void output_head(const worker_t *w)
     td_model_t *m = w->m;
     const uint32_t dim = m->info.embed_dim;
     const uint32_t count = m->pass.logit_count;
-    const uint32_t begin = share(count, w->thread, w->threads);
-    const uint32_t end = share(count, w->thread + 1, w->threads);
+    const uint32_t begin = td_threads_share(count, w->thread, w->threads);
+    const uint32_t end = td_threads_share(count, w->thread + 1, w->threads);
     const td_cpu_matrix_t *const head[] = {m->head};
 
     for (size_t i = begin; i < end; i++) {
@@ -385,8 +382,8 @@ static void forward_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count
         .m = m,
         .thread = thread_idx,
         .threads = thread_count,
-        .row_begin = share(m->pass.row_count, thread_idx, thread_count),
-        .row_end = share(m->pass.row_count, thread_idx + 1, thread_count),
+        .row_begin = td_threads_share(m->pass.row_count, thread_idx, thread_count),
+        .row_end = td_threads_share(m->pass.row_count, thread_idx + 1, thread_count),
     };
 
     embed_rows(&w);

@@ -252,12 +252,12 @@ static void apply_bias_and_penalties(td_sampler_t *sampler)
     }
 }
 
-static uint32_t argmax(const float *row, uint32_t count)
+uint32_t td_logits_argmax(const float *logits, uint32_t count)
 {
     uint32_t best = 0;
 
     for (uint32_t i = 1; i < count; i++) {
-        best = row[i] > row[best] ? i : best;
+        best = logits[i] > logits[best] ? i : best;
     }
     return best;
 }
@@ -461,7 +461,7 @@ static td_status_t make_scores(td_sampler_t *sampler, const float *logits, const
             sampler->work[banned[i]] = -INFINITY;
         }
     }
-    out->max_id = argmax(sampler->work, count);
+    out->max_id = td_logits_argmax(sampler->work, count);
     work_max = sampler->work[out->max_id];
     if (work_max == -INFINITY) {
         TD_LOG_ERROR("no token may be picked", "vocab_size=%u banned=%u", count, banned_count);

@@ -94,5 +94,7 @@ void td_sampler_accept(td_sampler_t *sampler, uint32_t token);
  */
 TD_MUST_CHECK td_status_t td_logprobs_of(const float *logits, uint32_t vocab_size,
                                          uint32_t top_logprobs, td_sampled_t *out);
+/** The best token of a row, the lowest id on ties. count > 0. */
+uint32_t td_logits_argmax(const float *logits, uint32_t count);
 /** XXH3-64 over the row's bytes: the hash by which I1 is tested through the whole cluster. */
 uint64_t td_logits_hash(const float *logits, uint32_t vocab_size);

@@ -16,6 +16,11 @@ typedef void (*td_threads_fn)(void *ctx, uint32_t thread_idx, uint32_t thread_co
 TD_MUST_CHECK td_status_t td_threads_create(uint32_t count, td_threads_t **out);
 void td_threads_destroy(td_threads_t *threads);
 uint32_t td_threads_count(const td_threads_t *threads);
+/** Where a thread's even share of count things begins; it ends where the next one's does. */
+static inline uint32_t td_threads_share(uint32_t count, uint32_t part, uint32_t parts)
+{
+    return (uint32_t)((uint64_t)count * part / parts);
+}
 /** Runs fn(ctx, i, count) on each thread; returns when all have. */
 void td_threads_run(td_threads_t *threads, td_threads_fn fn, void *ctx);
 /** Called from inside fn by every thread: none leaves before all have come. */

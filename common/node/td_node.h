@@ -135,12 +135,13 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *node, uint64_t peer_incarnation,
                                    uint32_t piece_count);
 /** Submits it; it comes back over node->fetched. Errors: TD_ERR_BUSY: the job has been freed. */
 TD_MUST_CHECK td_status_t td_node_fetch_submit(td_node_fetch_t *job);
-/** Fetches blocks that a store has found, jobs of up to TD_NODE_FETCH_BYTES on the same segment,
- * into blocks by which seq grows. What no position behind them sees is skipped, not fetched; blocks
+/** Fetches blocks that a store has found, in jobs of up to TD_NODE_FETCH_BYTES on one segment, into
+ * blocks by which seq grows. What no position behind them sees is skipped, not fetched; blocks
  * beyond its reservation are reserved, or nothing is fetched. job->first is the logical index of a
- * job's first block. Shape:  sums_out [found->count]: the announced checksums. Answers by how many
- * entries, from the first, seq has grown; *jobs_out counts the jobs: none, and seq is what it was.
- */
+ * job's first block.
+ * Shape:  sums_out [found->count]: the announced checksums.
+ * Answers by how many entries, from the first, seq has grown; *jobs_out counts the jobs: none, and
+ * seq is what it was. */
 uint32_t td_node_fetch_found(td_node_t *node, td_seq_t *seq, uint64_t ticket, uint32_t attempt,
                              uint64_t deadline_ns, const td_msg_lookup_result_t *found,
                              uint64_t *sums_out, uint32_t *jobs_out);

@@ -15,6 +15,7 @@
 #define TD_MEMO_BYTES_MAX ((uint64_t)1 << 36)
 #define TD_MEMO_BLOCK_TOKENS_MAX 1024u
 #define TD_MEMO_AHEAD 16u /* tokens that a path has beyond the next block's end */
+#define TD_MEMO_PATH_MAX (TD_MEMO_BLOCK_TOKENS_MAX + TD_MEMO_AHEAD)
 
 typedef struct td_memo td_memo_t;
 

@@ -70,17 +70,6 @@ static void print_help(void)
 
 /* --- one row of logits ----------------------------------------------------------------------- */
 
-static uint32_t row_argmax(const float *logits, uint32_t vocab)
-{
-    uint32_t best = 0;
-    for (uint32_t i = 1; i < vocab; i++) {
-        if (logits[i] > logits[best]) {
-            best = i; /* strictly: the lowest id wins a tie */
-        }
-    }
-    return best;
-}
-
 static double row_log_sum_exp(const float *logits, uint32_t vocab, uint32_t argmax)
 {
     double largest = (double)logits[argmax];
@@ -94,7 +83,7 @@ static double row_log_sum_exp(const float *logits, uint32_t vocab, uint32_t argm
 static json_t *row_top(const float *logits, uint32_t vocab, uint32_t k)
 {
     json_t *top = json_array();
-    double norm = row_log_sum_exp(logits, vocab, row_argmax(logits, vocab));
+    double norm = row_log_sum_exp(logits, vocab, td_logits_argmax(logits, vocab));
     float limit = INFINITY; /* the last one taken, with its id */
     uint32_t limit_id = 0;
 
@@ -197,7 +186,7 @@ static bool generate(eval_t *e, const eval_job_t *job, const float *logits, json
     const td_model_info_t *info = td_model_info(e->run.model);
 
     for (uint32_t n = 0; n < job->gen; n++) {
-        uint32_t id = row_argmax(logits, info->vocab_size);
+        uint32_t id = td_logits_argmax(logits, info->vocab_size);
         char hash[17];
         (void)snprintf(hash, sizeof(hash), "%016llx",
                        (unsigned long long)td_logits_hash(logits, info->vocab_size));
@@ -236,7 +225,7 @@ static json_t *job_run(eval_t *e, const eval_job_t *job)
         }
         for (uint32_t i = 0; i < count; i++) {
             const float *row = logits + (size_t)i * vocab;
-            uint32_t argmax = row_argmax(row, vocab);
+            uint32_t argmax = td_logits_argmax(row, vocab);
             (void)json_array_append_new(argmaxes, json_integer(argmax));
             if (at + i + 1 < job->count) {
                 nll += row_log_sum_exp(row, vocab, argmax) - (double)row[job->ids[at + i + 1]];

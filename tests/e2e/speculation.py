@@ -18,6 +18,14 @@ BASE_SAMPLINGS = [{"temperature": 0},
                    "presence_penalty": 0.3}]
 
 
+MODEL_SAMPLINGS = [*BASE_SAMPLINGS, {"temperature": 0.7, "seed": 9, "repetition_penalty": 1.1,
+                                     "logit_bias": {"253": -5, "260": 2}}]
+ENDINGS = [{"stop": ["coal", "wine"]}, {"stop": [" carried"], "min_tokens": 9},
+           {"n": 3, "temperature": 0.9, "seed": 3}, {"ignore_eos": False, "max_tokens": 90},
+           {"max_tokens": 1}, {"max_tokens": 2},
+           {"stop": ["."], "include_stop_str_in_output": True}]
+
+
 def ask(c, prompt, speculation, **more):
     """Whole answer of one request; everything that must not depend on speculation."""
     parameters = {"ignore_eos": True, "logprobs": 3, **more}
@@ -27,6 +35,36 @@ def ask(c, prompt, speculation, **more):
     return ([(choice["text"], choice["finish_reason"], choice["logprobs"])
              for choice in reply.choices], reply.json["tandem"]["logits_xxh"],
             usage["completion_tokens"]), details
+
+
+def same_with_endings(c, ask_for, drafters):
+    """Stop strings, choices, least and most tokens: the same answers with any of the drafters."""
+    for ending in ENDINGS:
+        more = {"temperature": 0.6, "seed": 5, **ending}
+        expected, _ = ask_for(c, COPY, {"drafter": "none"}, **more)
+        for drafter in drafters:
+            for k in (1, 3, 8):
+                got, _ = ask_for(c, COPY, {"drafter": drafter, "k": k}, **more)
+                assert got == expected, (more, drafter, k, got, expected)
+
+
+def same_in_batches(c, ask_for, samplings, wishes):
+    """All at once, each as alone without drafts."""
+    jobs = [(prompt, sampling) for prompt in (COPY, FREE) for sampling in samplings]
+    expected = {(prompt, str(sampling)): ask_for(c, prompt, {"drafter": "none"}, **sampling)[0]
+                for prompt, sampling in jobs}
+
+    def run(prompt, sampling, wish):
+        got, _ = ask_for(c, prompt, wish, **sampling)
+        assert got == expected[(prompt, str(sampling))], (prompt[:20], sampling, wish)
+
+    run_together([(*job, wish) for job in jobs for wish in wishes], run)
+
+
+def wishes_of(drafters):
+    """Of each some drafts a step, and as many as it plans itself."""
+    return [wish for drafter in drafters
+            for wish in ({"drafter": drafter, "k": 3}, {"drafter": drafter})]
 
 
 def drafted(details):

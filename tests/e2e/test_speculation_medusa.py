@@ -13,11 +13,10 @@ import tempfile
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from cluster import ROOT, Cluster, main, run_together, shared, test, wait_until
 import speculation
-from speculation import BASE_SAMPLINGS, COPY, FREE, drafted, far_apart, sample
+from speculation import (COPY, FREE, MODEL_SAMPLINGS as SAMPLINGS, drafted, far_apart, same_in_batches,
+                         same_with_endings, sample, wishes_of)
 
 MODEL = os.path.join(ROOT, "build", "models", "SmolLM2-135M-Instruct.Q4_1.gguf")
-SAMPLINGS = [*BASE_SAMPLINGS, {"temperature": 0.7, "seed": 9, "repetition_penalty": 1.1,
-                               "logit_bias": {"253": -5, "260": 2}}]
 # Little text and a small network: some seconds, and right a few times in a hundred.
 QUICK = ["--tokens", "3072", "--held-out-tokens", "512", "--text-tokens", "64", "--sequences", "32",
          "--epochs", "8", "--hidden", "128", "--shortlist", "1024", "--candidates", "512", "--batch",
@@ -106,32 +105,15 @@ def test_i1_medusa_any_k_gives_the_same_tokens(options):
 @test
 def test_i1_medusa_with_stops_choices_and_minimum(options):
     c = cluster(options)
-    for more in ({"stop": ["coal", "wine"]}, {"stop": [" carried"], "min_tokens": 9},
-                 {"n": 3, "temperature": 0.9, "seed": 3}, {"ignore_eos": False, "max_tokens": 90},
-                 {"max_tokens": 1}, {"max_tokens": 2},
-                 {"stop": ["."], "include_stop_str_in_output": True}):
-        more = {"temperature": 0.6, "seed": 5, **more}
-        expected, _ = ask(c, COPY, {"drafter": "none"}, **more)
-        for k in (1, 3, 8):
-            got, _ = ask(c, COPY, {"drafter": "medusa", "k": k}, **more)
-            assert got == expected, (more, k, got, expected)
+    same_with_endings(c, ask, ["medusa"])
     nothing_held(c)
 
 
 @test
 def test_i1_batches_with_medusa(options):
     c = cluster(options)
-    jobs = [(prompt, sampling, drafter, k) for prompt in (COPY, FREE) for sampling in SAMPLINGS[:4]
-            for drafter in ("none", "prompt_lookup", "early_exit", "medusa") for k in (3, None)]
-    expected = {(prompt, str(sampling)): ask(c, prompt, {"drafter": "none"}, **sampling)[0]
-                for prompt, sampling, _, _ in jobs}
-
-    def run(prompt, sampling, drafter, k):
-        wish = {"drafter": drafter} if k is None else {"drafter": drafter, "k": k}
-        got, _ = ask(c, prompt, wish, **sampling)
-        assert got == expected[(prompt, str(sampling))], (prompt[:20], sampling, drafter, k)
-
-    run_together(jobs, run)
+    same_in_batches(c, ask, SAMPLINGS[:4],
+                    wishes_of(["none", "prompt_lookup", "early_exit", "medusa"]))
     nothing_held(c)
 
 

@@ -13,20 +13,9 @@
 #include "tests/fuzz/fuzz_replay.h"
 
 #define CORPUS_DIR "tests/fuzz/corpus/gguf"
-#define FILE_BYTES_MAX 65536u
 #define ARRAY_WALK_MAX 64u
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static volatile uint8_t fuzz_sink; /* keeps the reads */
-
-static void touch(const void *bytes, size_t len)
-{
-    const uint8_t *at = bytes;
-    for (size_t i = 0; i < len; i++) {
-        fuzz_sink = (uint8_t)(fuzz_sink ^ at[i]);
-    }
-}
 
 static void use_key(const td_gguf_t *gguf, const char *key)
 {
@@ -44,14 +33,14 @@ static void use_key(const td_gguf_t *gguf, const char *key)
     (void)!td_gguf_get_f32(gguf, key, &f32);
     (void)!td_gguf_get_bool(gguf, key, &yes);
     if (td_gguf_get_str(gguf, key, &text, &len) == TD_OK) {
-        touch(text, len);
+        fuzz_touch(text, len);
     }
     if (td_gguf_get_array_len(gguf, key, &count) != TD_OK) {
         return;
     }
     for (uint32_t i = 0; i <= count && i < ARRAY_WALK_MAX; i++) {
         if (td_gguf_get_array_str(gguf, key, i, &text, &len) == TD_OK) {
-            touch(text, len);
+            fuzz_touch(text, len);
         }
         (void)!td_gguf_get_array_i32(gguf, key, i, &i32);
     }
@@ -109,7 +98,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     }
     for (uint32_t i = 0; i < td_gguf_tensor_count(gguf); i++) {
         const td_gguf_tensor_t *tensor = td_gguf_tensor_at(gguf, i);
-        touch(tensor->bytes, tensor->byte_count);
+        fuzz_touch(tensor->bytes, tensor->byte_count);
         TD_ASSERT(td_gguf_tensor_find(gguf, tensor->name) == tensor);
     }
     for (size_t i = 0; i < TD_ARRAY_LEN(keys); i++) {
@@ -121,21 +110,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 }
 
 #ifndef TD_FUZZ_ENGINE
-static bool replay_file(const char *dir, const char *name)
-{
-    static const uint8_t masks[FUZZ_MASKS] = {0x01, 0x04, 0x80, 0xff};
-    static uint8_t bytes[FILE_BYTES_MAX];
-    size_t len = 0;
-
-    if (!fuzz_read(dir, name, bytes, sizeof(bytes), &len)) {
-        return false;
-    }
-    fuzz_replay(bytes, len, masks, 1 + len / 256);
-    return true;
-}
-
 int main(int argc, char **argv)
 {
-    return fuzz_replay_folder(argc > 1 ? argv[1] : CORPUS_DIR, replay_file, true);
+    return fuzz_replay_folder(argc > 1 ? argv[1] : CORPUS_DIR, fuzz_replay_file, true);
 }
 #endif

@@ -12,19 +12,8 @@
 #include "tests/fuzz/fuzz_replay.h"
 
 #define CORPUS_DIR "tests/fuzz/corpus/heads"
-#define FILE_BYTES_MAX 65536u
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static volatile uint8_t fuzz_sink; /* keeps the reads */
-
-static void touch(const void *bytes, size_t len)
-{
-    const uint8_t *at = bytes;
-    for (size_t i = 0; i < len; i++) {
-        fuzz_sink = (uint8_t)(fuzz_sink ^ at[i]);
-    }
-}
 
 static void use_heads(const td_safetensors_t *file)
 {
@@ -52,32 +41,19 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     }
     for (uint32_t i = 0; i < td_safetensors_count(file); i++) {
         const td_safetensor_t *tensor = td_safetensors_at(file, i);
-        touch(tensor->bytes, tensor->byte_count);
+        fuzz_touch(tensor->bytes, tensor->byte_count);
         TD_ASSERT(td_safetensors_find(file, tensor->name) == tensor);
     }
     text = td_safetensors_text(file, TD_HEADS_ACCEPTANCE_KEY);
-    touch(text, text == NULL ? 0 : strlen(text));
+    fuzz_touch(text, text == NULL ? 0 : strlen(text));
     use_heads(file);
     td_safetensors_close(file);
     return 0;
 }
 
 #ifndef TD_FUZZ_ENGINE
-static bool replay_file(const char *dir, const char *name)
-{
-    static const uint8_t masks[FUZZ_MASKS] = {0x01, 0x04, 0x80, 0xff};
-    static uint8_t bytes[FILE_BYTES_MAX];
-    size_t len = 0;
-
-    if (!fuzz_read(dir, name, bytes, sizeof(bytes), &len)) {
-        return false;
-    }
-    fuzz_replay(bytes, len, masks, 1 + len / 256);
-    return true;
-}
-
 int main(int argc, char **argv)
 {
-    return fuzz_replay_folder(argc > 1 ? argv[1] : CORPUS_DIR, replay_file, true);
+    return fuzz_replay_folder(argc > 1 ? argv[1] : CORPUS_DIR, fuzz_replay_file, true);
 }
 #endif

@@ -108,3 +108,31 @@ static inline bool fuzz_read(const char *dir, const char *name, uint8_t *bytes, 
     (void)fclose(file);
     return true;
 }
+
+#define FUZZ_FILE_BYTES_MAX 65536u
+
+/** For fuzz_replay_folder(): a file of at most FUZZ_FILE_BYTES_MAX, long ones cut at some lengths.
+ */
+static inline bool fuzz_replay_file(const char *dir, const char *name)
+{
+    static const uint8_t masks[FUZZ_MASKS] = {0x01, 0x04, 0x80, 0xff};
+    static uint8_t bytes[FUZZ_FILE_BYTES_MAX];
+    size_t len = 0;
+
+    if (!fuzz_read(dir, name, bytes, sizeof(bytes), &len)) {
+        return false;
+    }
+    fuzz_replay(bytes, len, masks, 1 + len / 256);
+    return true;
+}
+
+/** Reads every byte of what was promised. */
+static inline void fuzz_touch(const void *bytes, size_t len)
+{
+    static volatile uint8_t sink; /* keeps the reads */
+    const uint8_t *at = bytes;
+
+    for (size_t i = 0; i < len; i++) {
+        sink = (uint8_t)(sink ^ at[i]);
+    }
+}

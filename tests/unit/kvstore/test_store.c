@@ -1442,6 +1442,16 @@ static void test_f9_store_manifest_overtaken_by_an_order(void **state)
     assert_int_equal(w->epochs[1], 6);
 }
 
+static void ask_removal(kvs_master_t *master, uint32_t n)
+{
+    const td_block_key_t key = key_of(n);
+    const td_msg_t msg = {.type = TD_MSG_STORE_REMOVE,
+                          .sender_id = "writer",
+                          .sender_incarnation = WRITER,
+                          .u.blocks = {.request = 1, .count = 1, .keys = &key}};
+    assert_true(kvs_master_handle(master, &msg));
+}
+
 /* I5: a master that was declared dead while it slept goes on with the life before until it hears of
  * it. What it ordered then went nowhere, so in its new life it asks what there is. */
 static void test_i5_store_master_woken_after_its_death(void **state)
@@ -1454,14 +1464,8 @@ static void test_i5_store_master_woken_after_its_death(void **state)
     next_leader(w, 64, policy);
     TURN_UNTIL(w, kvs_master_is_complete(w->next));
     td_bus_disconnect(w->store, "next"); /* the segment has heard of its death */
-    for (uint32_t i = 0; i < 2; i++) {
-        const td_block_key_t key = key_of(i);
-        const td_msg_t msg = {.type = TD_MSG_STORE_REMOVE,
-                              .sender_id = "writer",
-                              .sender_incarnation = WRITER,
-                              .u.blocks = {.request = 1, .count = 1, .keys = &key}};
-        assert_true(kvs_master_handle(w->next, &msg));
-    }
+    ask_removal(w->next, 0);
+    ask_removal(w->next, 1);
     TURN_UNTIL(w, td_bus_refused(w->store) == 2);
     assert_int_equal(KNOWN(w), 8);
     assert_int_equal(IN_SEGMENT(w), 10);
@@ -1476,14 +1480,10 @@ static void test_i5_store_master_woken_after_its_death(void **state)
 /* Removes a key; the order of it is lost on the way to the segment, or comes after such a loss. */
 static void remove_with_loss(world_t *w, uint32_t n, bool comes)
 {
-    const td_block_key_t key = key_of(n);
-    td_msg_t msg = {.type = TD_MSG_STORE_REMOVE,
-                    .sender_id = "writer",
-                    .sender_incarnation = WRITER,
-                    .u.blocks = {.request = 1, .count = 1, .keys = &key}};
     td_msg_arena_t *arena = NULL;
+    td_msg_t msg;
 
-    assert_true(kvs_master_handle(w->master, &msg));
+    ask_removal(w->master, n);
     td_bus_wait(w->store, NULL, 0, 0, NULL);
     take_in(w->store, &msg, &arena);
     assert_int_equal(msg.type, TD_MSG_EVICT_ORDER);
