@@ -33,10 +33,10 @@ def complete(c, prompt, **more):
     return c.complete(prompt, ignore_eos=True, **{"max_tokens": 40, "temperature": 0, **more})
 
 
-def teach_copies(c, salt):
-    """Requests whose drafts are accepted; answers what the last one got."""
+def teach_copies(c, salt, name=""):
+    """Requests whose drafts are accepted, others for each name; answers what the last one got."""
     for ship in SHIPS:
-        reply = complete(c, copying(ship), cache_salt=salt)
+        reply = complete(c, copying(ship + name), cache_salt=salt)
     return draft_of(reply)
 
 
@@ -77,9 +77,14 @@ def wait_until_shown(c):
 
 @test
 def test_choice_goes_on_where_copies_are_accepted(options):
+    """How far depends on what rows were measured to cost, and a new node's first measurements may be
+    wrong: they don't stay so."""
     c = cluster(options)
-    drafter, k_min, k_max, why, prompt_class = teach_copies(c, "copies")
-    assert (drafter, k_min, why, prompt_class) == ("memo", 0, "learned", "repeats")
+    for number in range(12):
+        drafter, k_min, k_max, why, prompt_class = teach_copies(c, "copies", f" {number}")
+        assert (drafter, k_min, why, prompt_class) == ("memo", 0, "learned", "repeats")
+        if k_max >= 2:
+            break
     assert k_max >= 2, k_max
 
 
