@@ -115,8 +115,8 @@ void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
         td_sampled_t first = first_token(t, i);
         uint64_t hash = t->ready.hash_count > 0 ? t->ready.hashes[i] : 0;
         td_sampler_accept(t->choices[i].sampler, first.token);
-        if (!dcn_stream_token(d, &t->choices[i], &first, hash) ||
-            !dcn_stream_flush(d, &t->choices[i])) {
+        (void)dcn_stream_take(d, &t->choices[i], first.token);
+        if (!dcn_stream_give(d, &t->choices[i], &first, &hash, 1)) {
             return; /* the ticket has ended */
         }
     }
@@ -260,6 +260,7 @@ static void add_part(dcn_node_t *d, dcn_choice_t *c)
     }
     if (part->rows > 0) {
         b->part_count++;
+        c->in_step = true;
         c->ticket->computing = true;
     }
 }
@@ -327,10 +328,13 @@ full:
     }
 }
 
-/* What a step has drawn for a choice, token by token. False when its ticket has ended. */
+/* What a step has drawn for a choice, up to the token that ends it. False when its ticket has
+ * ended. */
 static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
 {
     dcn_choice_t *c = part->choice;
+    uint32_t taken = 0;
+    bool ends = false;
 
     c->kv_tokens += part->rows;
     if (!part->samples) {
@@ -341,23 +345,42 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
     }
     d->batch.tokens += c->sampled_count;
     dcn_speculate_observe(d, part, c->sampled_count - 1);
-    for (uint32_t i = 0; i < c->sampled_count && c->finish == TD_FINISH_NONE; i++) {
-        c->kv_tokens += i > 0 ? 1 : 0; /* the row of the draft that this token follows */
-        if (!dcn_stream_token(d, c, &c->sampled[i], c->logits_hashes[i])) {
-            return false;
-        }
+    while (taken < c->sampled_count && !ends) {
+        c->kv_tokens += taken > 0 ? 1 : 0; /* the row of the draft that this token follows */
+        ends = dcn_stream_take(d, c, c->sampled[taken++].token);
     }
-    if (c->finish == TD_FINISH_NONE) {
-        if (!dcn_stream_flush(d, c)) {
-            return false;
-        }
-        dcn_stream_publish(d, c);
-        dcn_speculate_look_behind(c);
-        td_seq_truncate(&c->seq, c->kv_tokens);
-        td_seq_forget(&c->seq, c->kv_tokens); /* after what it had filled was published */
-        dcn_draft_settle(d, part);
+    if (ends) {
+        return dcn_stream_give(d, c, c->sampled, c->logits_hashes, taken);
     }
+    dcn_stream_keep(d, c, taken);
+    dcn_stream_publish(d, c);
+    dcn_speculate_look_behind(c);
+    td_seq_truncate(&c->seq, c->kv_tokens);
+    td_seq_forget(&c->seq, c->kv_tokens); /* after what it had filled was published */
+    dcn_draft_settle(d, part);
     return true;
+}
+
+/* One part of a step that is done. False when its ticket has ended. */
+static bool take_part(dcn_node_t *d, const dcn_part_t *part)
+{
+    dcn_choice_t *c = part->choice;
+    dcn_ticket_t *t = part->ticket;
+    const td_status_t status = d->batch.status != TD_OK ? d->batch.status : c->status;
+
+    if (t->state != DCN_RUNNING) { /* it has ended meanwhile */
+        dcn_ticket_settle(d, t);
+        return false;
+    }
+    if (c->finish != TD_FINISH_NONE) { /* by a stop string in tokens before these */
+        dcn_stream_release(c);
+        return true;
+    }
+    if (status != TD_OK) {
+        dcn_ticket_end(d, t, status);
+        return false;
+    }
+    return take_tokens(d, part);
 }
 
 /* Of a step that has just been made: what it took, and what it would have taken without drafts. */
@@ -392,22 +415,13 @@ void dcn_batch_progress(dcn_node_t *d)
     }
     for (uint32_t i = 0; i < b->part_count; i++) {
         b->parts[i].ticket->computing = false;
+        b->parts[i].choice->in_step = false;
     }
     for (uint32_t i = 0; i < b->part_count; i++) {
-        dcn_choice_t *c = b->parts[i].choice;
-        dcn_ticket_t *t = b->parts[i].ticket;
-        td_status_t status = b->status != TD_OK ? b->status : c->status;
-        bool alive = t->state == DCN_RUNNING;
-        if (alive && status != TD_OK) {
-            dcn_ticket_end(d, t, status);
-            alive = false;
-        } else if (alive) {
-            alive = take_tokens(d, &b->parts[i]);
-        } else {
-            dcn_ticket_settle(d, t);
-        }
-        if (!alive) {
-            /* The ticket is gone: pass over its other rows. */
+        const dcn_ticket_t *t = b->parts[i].ticket;
+        if (!take_part(d, &b->parts[i])) {
+            /* The ticket is gone: pass over its other rows, and what they gave. */
+            dcn_stream_drop_kept(d, t);
             while (i + 1 < b->part_count && b->parts[i + 1].ticket == t) {
                 i++;
             }
@@ -415,4 +429,7 @@ void dcn_batch_progress(dcn_node_t *d)
     }
     d->tokens_per_s = b->tokens * TD_NS_PER_S / TD_MAX(b->took_ns, 1ull);
     TD_FAULT_POINT("decode_step");
+    dcn_batch_schedule(d);
+    td_metric_add(d->overlapped, d->unsent_count > 0 && td_worker_is_busy(d->node.worker) ? 1 : 0);
+    dcn_stream_give_kept(d);
 }

@@ -82,10 +82,10 @@ void dcn_memo_learn(dcn_node_t *d, const dcn_choice_t *c)
     }
     start = dcn_memo_start(d, c->ticket);
     before = known(d, &start, path);
-    if (c->token_count >= SHARED_MIN && (before == 0 || before > c->token_count ||
-                                         memcmp(path, c->tokens, before * sizeof(*path)) != 0)) {
-        kvs_client_memo_put(d->store, &start.key, c->tokens, c->token_count);
+    if (c->given >= SHARED_MIN && (before == 0 || before > c->given ||
+                                   memcmp(path, c->tokens, before * sizeof(*path)) != 0)) {
+        kvs_client_memo_put(d->store, &start.key, c->tokens, c->given);
     }
-    td_memo_learn(d->memo, &start, c->tokens, c->token_count, td_now_ns());
+    td_memo_learn(d->memo, &start, c->tokens, c->given, td_now_ns());
     td_metric_set(d->memo_paths, td_memo_count(d->memo));
 }

@@ -54,6 +54,9 @@ void dcn_metrics_declare(dcn_node_t *d)
                                   "decode legs under way, with those that drain");
     d->batch_seconds = td_metrics_histogram(m, "tandem_decode_batch_seconds", NULL,
                                             "time of a step over the running batch");
+    d->overlapped = td_metrics_counter(m, "tandem_decode_overlapped_steps_total", NULL,
+                                       "steps whose tokens became text and went out while the "
+                                       "next one ran");
     d->kv_failed = td_metrics_counter(m, "tandem_decode_handoff_failures_total", NULL,
                                       "hand-offs whose blocks did not arrive whole");
     d->bytes_early = td_metrics_counter(m, bytes, "when=\"early\"",

@@ -35,8 +35,10 @@ typedef struct dcn_choice {
     td_sampler_t *sampler; /* owned */
     uint32_t *tokens;      /* owned, [max_tokens]: generated */
     uint32_t token_count;
+    uint32_t given;          /* of them, those that became text and went out */
     uint32_t kv_tokens;      /* positions whose KV is written, from the first */
     bool has_room;           /* for the next position, in the step being made */
+    bool in_step;            /* the worker reads and writes what is its own */
     uint32_t published;      /* full blocks of the sequence that are indexed */
     td_block_key_t last_key; /* of block published - 1 */
     td_detok_t detok;
@@ -129,6 +131,15 @@ typedef struct dcn_batch {
     uint64_t plain_ns; /* estimated without drafts; not set where there were none */
 } dcn_batch_t;
 
+/* What a step has drawn for a choice that goes on: it becomes text and is sent while the next step
+ * runs, which draws into the choice's own array. */
+typedef struct dcn_unsent {
+    dcn_choice_t *choice;
+    dcn_ticket_t *ticket;
+    uint32_t first; /* in the node's array */
+    uint32_t count;
+} dcn_unsent_t;
+
 /* What a step gives a choice, for one message. */
 typedef struct dcn_out {
     uint32_t count;
@@ -176,6 +187,11 @@ typedef struct dcn_node {
     uint64_t told_router;              /* incarnation of the router that was told it */
     td_msg_heartbeat_t costs;          /* only those of steps and passes */
     uint64_t next_costs_ns;
+    dcn_unsent_t unsent[DCN_BATCH_ROWS_MAX]; /* choices of a ticket stand together */
+    uint32_t unsent_count;
+    td_sampled_t unsent_tokens[DCN_BATCH_ROWS_MAX];
+    uint64_t unsent_hashes[DCN_BATCH_ROWS_MAX];
+    uint32_t unsent_token_count;
     dcn_out_t out; /* scratch */
     td_str_t text; /* scratch */
     td_str_t raw;  /* scratch */
@@ -186,6 +202,7 @@ typedef struct dcn_node {
     td_metric_t *requests_cancelled;
     td_metric_t *running;
     td_metric_t *batch_seconds;
+    td_metric_t *overlapped;
     td_metric_t *kv_failed;
     td_metric_t *bytes_early;
     td_metric_t *bytes_late;
@@ -299,11 +316,21 @@ void dcn_worth_tell(dcn_node_t *dcn, uint64_t router_incarnation);
 void dcn_worth_costs(dcn_node_t *dcn, td_msg_heartbeat_t *load);
 
 /* dcn_stream.c: tokens to text to the router */
-/** Takes a choice's next token: text, stop conditions. What ends it, or all that the step gave it
- * by dcn_stream_flush(), goes to the router in one message. False: the ticket has ended. */
-bool dcn_stream_token(dcn_node_t *dcn, dcn_choice_t *choice, const td_sampled_t *sampled,
-                      uint64_t logits_hash);
-bool dcn_stream_flush(dcn_node_t *dcn, dcn_choice_t *choice);
+/** Takes a choice's next token. Answers whether that ends it: a stop token, or the last one. */
+bool dcn_stream_take(dcn_node_t *dcn, dcn_choice_t *choice, uint32_t token);
+/** Makes text of tokens that were taken, up to a stop string, and sends it in one message. False:
+ * the ticket has ended. Shape: [count]; hashes of the logits they were drawn from. */
+bool dcn_stream_give(dcn_node_t *dcn, dcn_choice_t *choice, const td_sampled_t *tokens,
+                     const uint64_t *hashes, uint32_t count);
+/** Keeps a copy of the first of the tokens that a choice was drawn, all taken, for
+ * dcn_stream_give_kept(). */
+void dcn_stream_keep(dcn_node_t *dcn, dcn_choice_t *choice, uint32_t count);
+/** Forgets what was kept of a ticket that has ended, the last that anything was kept of. */
+void dcn_stream_drop_kept(dcn_node_t *dcn, const dcn_ticket_t *ticket);
+/** Gives all that was kept. A choice that this ends may be in the step that runs. */
+void dcn_stream_give_kept(dcn_node_t *dcn);
+/** Lets go of the blocks and the drafter of a choice that has ended, which no step uses. */
+void dcn_stream_release(dcn_choice_t *choice);
 /** Indexes and offers the blocks that a choice has filled since last time. */
 void dcn_stream_publish(dcn_node_t *dcn, dcn_choice_t *choice);
 

@@ -1,5 +1,9 @@
 /* From a sampled token to what the client reads: text, stop conditions, the message to the router
- * (one for all that a step gives a choice), and blocks that became full and are worth keeping. */
+ * (one for all that a step gives a choice), and blocks that became full and are worth keeping.
+ *
+ * A token is taken as soon as its step is done: what comes next depends on it. Its text is made
+ * while the next step runs. So a stop string is found when a step more of its choice is under way,
+ * which then counts for nothing. What a token's id or its number ends is not computed further. */
 #include "decode_node/dcn_node.h"
 
 #include <string.h>
@@ -37,22 +41,30 @@ void dcn_stream_publish(dcn_node_t *d, dcn_choice_t *c)
     }
 }
 
+/* What a token ends whose number is count, whatever its text is. */
+static td_finish_t finish_by_id(const dcn_node_t *d, const td_msg_work_t *w, uint32_t token,
+                                uint32_t count)
+{
+    if (!w->ignore_eos && count >= w->min_tokens &&
+        td_tokenizer_is_stop(d->node.tokenizer, token)) {
+        return TD_FINISH_STOP;
+    }
+    return count >= w->max_tokens ? TD_FINISH_LENGTH : TD_FINISH_NONE;
+}
+
 /* Text that is final now; sets the finish reason. */
-static td_status_t make_text(dcn_node_t *d, dcn_choice_t *c, uint32_t token, bool is_stop_token)
+static td_status_t make_text(dcn_node_t *d, dcn_choice_t *c, uint32_t token)
 {
     const td_msg_work_t *w = &c->ticket->work;
-    bool may_stop = c->token_count >= w->min_tokens;
+    const bool is_stop_token = td_tokenizer_is_stop(d->node.tokenizer, token);
+    const bool may_stop = c->given >= w->min_tokens;
 
     td_str_clear(&d->raw);
     td_str_clear(&d->text);
     if (!(is_stop_token && !w->ignore_eos && w->skip_special)) {
         TD_TRY(td_detok_push(&c->detok, d->node.tokenizer, token, w->skip_special, &d->raw));
     }
-    if (is_stop_token && !w->ignore_eos && may_stop) {
-        c->finish = TD_FINISH_STOP;
-    } else if (c->token_count >= w->max_tokens) {
-        c->finish = TD_FINISH_LENGTH;
-    }
+    c->finish = finish_by_id(d, w, token, c->given);
     if (c->finish != TD_FINISH_NONE) {
         TD_TRY(td_detok_finish(&c->detok, &d->raw));
     }
@@ -103,7 +115,7 @@ static td_status_t send_out(dcn_node_t *d, const dcn_choice_t *c)
     *m = (td_msg_tokens_t){.ticket = c->ticket->ticket,
                            .attempt = c->ticket->attempt,
                            .choice = c->index,
-                           .offset = c->token_count - out->count,
+                           .offset = c->given - out->count,
                            .count = out->count,
                            .tokens = out->tokens,
                            .text = {(const uint8_t *)out->text.bytes, out->text.len},
@@ -124,20 +136,13 @@ static td_status_t send_out(dcn_node_t *d, const dcn_choice_t *c)
     return td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg);
 }
 
-bool dcn_stream_flush(dcn_node_t *d, dcn_choice_t *c)
-{
-    td_status_t status = d->out.count > 0 ? send_out(d, c) : TD_OK;
-
-    out_clear(&d->out);
-    if (status != TD_OK) {
-        /* A router that does not take tokens any more: its requests end here. */
-        dcn_ticket_end(d, c->ticket, status);
-        return false;
-    }
-    return true;
-}
-
 /* --- tokens ----------------------------------------------------------------------------------- */
+
+void dcn_stream_release(dcn_choice_t *c)
+{
+    td_seq_fini(&c->seq);
+    dcn_speculate_close(c);
+}
 
 /* The last of a choice's tokens is on its way. False when its ticket has ended. */
 static bool end_choice(dcn_node_t *d, dcn_choice_t *c)
@@ -146,9 +151,10 @@ static bool end_choice(dcn_node_t *d, dcn_choice_t *c)
 
     dcn_stream_publish(d, c);
     dcn_memo_learn(d, c);
-    td_seq_fini(&c->seq);
-    dcn_speculate_close(c);
-    dcn_output_ended(d, c->token_count);
+    if (!c->in_step) {
+        dcn_stream_release(c);
+    }
+    dcn_output_ended(d, c->given);
     if (--t->live == 0) {
         dcn_ticket_end(d, t, TD_OK);
         return false;
@@ -156,27 +162,73 @@ static bool end_choice(dcn_node_t *d, dcn_choice_t *c)
     return true;
 }
 
-bool dcn_stream_token(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *sampled,
-                      uint64_t logits_hash)
+bool dcn_stream_take(dcn_node_t *d, dcn_choice_t *c, uint32_t token)
+{
+    c->tokens[c->token_count++] = token;
+    dcn_speculate_token(c, token);
+    return finish_by_id(d, &c->ticket->work, token, c->token_count) != TD_FINISH_NONE;
+}
+
+bool dcn_stream_give(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *tokens,
+                     const uint64_t *hashes, uint32_t count)
 {
     td_status_t status = TD_OK;
 
-    c->tokens[c->token_count++] = sampled->token;
-    dcn_speculate_token(c, sampled->token);
-    td_metric_add(d->tokens, 1);
-    status =
-        make_text(d, c, sampled->token, td_tokenizer_is_stop(d->node.tokenizer, sampled->token));
+    for (uint32_t i = 0; i < count && status == TD_OK && c->finish == TD_FINISH_NONE; i++) {
+        c->given++;
+        td_metric_add(d->tokens, 1);
+        status = make_text(d, c, tokens[i].token);
+        if (status == TD_OK) {
+            status = out_add(&d->out, &tokens[i], hashes[i], &d->text);
+        }
+    }
     if (status == TD_OK) {
-        status = out_add(&d->out, sampled, logits_hash, &d->text);
+        status = send_out(d, c); /* a router that does not take tokens: its requests end here */
     }
+    out_clear(&d->out);
     if (status != TD_OK) {
-        out_clear(&d->out);
         dcn_ticket_end(d, c->ticket, status);
-        return false;
-    }
-    if (c->finish != TD_FINISH_NONE && !dcn_stream_flush(d, c)) {
         return false;
     }
     TD_FAULT_POINT("decode_token");
     return c->finish == TD_FINISH_NONE || end_choice(d, c);
+}
+
+/* --- what waits until the next step runs -------------------------------------------------------
+ */
+
+void dcn_stream_keep(dcn_node_t *d, dcn_choice_t *c, uint32_t count)
+{
+    const uint32_t first = d->unsent_token_count;
+
+    /* Each of them was drawn behind a row of the step. */
+    TD_ASSERT(d->unsent_count < TD_ARRAY_LEN(d->unsent) &&
+              first + count <= TD_ARRAY_LEN(d->unsent_tokens));
+    d->unsent[d->unsent_count++] =
+        (dcn_unsent_t){.choice = c, .ticket = c->ticket, .first = first, .count = count};
+    memcpy(d->unsent_tokens + first, c->sampled, count * sizeof(*c->sampled));
+    memcpy(d->unsent_hashes + first, c->logits_hashes, count * sizeof(*c->logits_hashes));
+    d->unsent_token_count += count;
+}
+
+void dcn_stream_drop_kept(dcn_node_t *d, const dcn_ticket_t *t)
+{
+    while (d->unsent_count > 0 && d->unsent[d->unsent_count - 1].ticket == t) {
+        d->unsent_count--;
+    }
+}
+
+void dcn_stream_give_kept(dcn_node_t *d)
+{
+    const dcn_ticket_t *ended = NULL;
+
+    for (uint32_t i = 0; i < d->unsent_count; i++) {
+        const dcn_unsent_t *u = &d->unsent[i];
+        if (u->ticket != ended && !dcn_stream_give(d, u->choice, d->unsent_tokens + u->first,
+                                                   d->unsent_hashes + u->first, u->count)) {
+            ended = u->ticket;
+        }
+    }
+    d->unsent_count = 0;
+    d->unsent_token_count = 0;
 }

@@ -35,7 +35,7 @@ static void send_end(dcn_node_t *d, const dcn_ticket_t *t, td_status_t status)
     uint32_t generated = 0;
 
     for (uint32_t i = 0; t->choices != NULL && i < t->work.n; i++) {
-        generated += t->choices[i].token_count;
+        generated += t->choices[i].given;
     }
     msg.u.end = (td_msg_end_t){
         .ticket = t->ticket, .attempt = t->attempt, .leg = TD_ROLE_DECODE, .status = status};

@@ -69,6 +69,39 @@ def test_stop_strings_end_the_text_before_them(options):
         wait_at_rest(c)
 
 
+def tokens_to(tokens, stops):
+    """How many of the tokens there are up to the first that completes one of the strings."""
+    text = ""
+    for count, token in enumerate(tokens, 1):
+        text += token
+        if any(stop in text for stop in stops):
+            return count
+    return len(tokens)
+
+
+@test
+def test_i1_a_stop_string_voids_the_step_under_way(options):
+    """Text is made while the next step runs, so a stop string is found when its choice has a step
+    more under way: nothing of that is seen, counted or kept, and the others go on."""
+    with Cluster(options.bin, kvstore=0) as c:
+        request = {"prompt": "Once upon a time there was", "max_tokens": 60, "temperature": 0.9,
+                   "seed": 5, "n": 4, "logprobs": 0, "ignore_eos": True}
+        stops = [" who", " a ", "."]
+        for speculation in ({"drafter": "none"}, {"drafter": "prompt_lookup", "k": 4},
+                            {"drafter": "early_exit", "k": 3}):
+            full = c.complete(speculation=speculation, **request)
+            cut = c.complete(speculation=speculation, stop=stops, **request)
+            counts = [tokens_to(choice["logprobs"]["tokens"], stops) for choice in full.choices]
+            assert min(counts) < max(counts) and max(counts) > 2, counts
+            assert cut.usage["completion_tokens"] == sum(counts), (cut.usage, counts)
+            for whole, part, count in zip(full.choices, cut.choices, counts):
+                assert part["logprobs"]["tokens"] == whole["logprobs"]["tokens"][:count]
+                assert whole["text"].startswith(part["text"])
+                assert not any(stop in part["text"] for stop in stops), part["text"]
+        assert c.metrics(c.ids("decode")[0])["tandem_decode_overlapped_steps_total"] > 0
+        wait_at_rest(c)
+
+
 @test
 def test_logprobs_echo_and_n(options):
     with Cluster(options.bin) as c:
