@@ -88,6 +88,49 @@ static td_sampled_t first_token(const dcn_ticket_t *t, uint32_t choice)
     return s;
 }
 
+/* With what an earlier attempt has given of it. The first token was drawn once more, and is the
+ * same, or the nodes are not as equal as they say. */
+static td_status_t replay(dcn_node_t *d, dcn_choice_t *c, const td_msg_generated_t *given,
+                          uint32_t first)
+{
+    if (given->tokens[0] != first) {
+        TD_LOG_ERROR("nodes differ", "req=%s choice=%u token=%u there=%u", c->ticket->work.request_id,
+                     c->index, first, given->tokens[0]);
+        return TD_ERR_CORRUPT;
+    }
+    for (uint32_t i = 0; i < given->count; i++) {
+        td_sampler_accept(c->sampler, given->tokens[i]);
+        TD_TRY(dcn_stream_replay(d, c, given->tokens[i]));
+    }
+    return TD_OK;
+}
+
+/* False: the ticket has ended. */
+static bool begin_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
+{
+    const td_msg_generated_t none = {0};
+    const td_msg_generated_t *given =
+        t->work.generated_count > 0 ? &t->work.generated[index] : &none;
+    dcn_choice_t *c = &t->choices[index];
+    const td_sampled_t first = first_token(t, index);
+    const uint64_t hash = t->ready.hash_count > 0 ? t->ready.hashes[index] : 0;
+    td_status_t status = TD_OK;
+
+    if (given->ended) {
+        return dcn_stream_skip(d, c);
+    }
+    if (given->count > 0) {
+        status = replay(d, c, given, first.token);
+        if (status != TD_OK) {
+            dcn_ticket_end(d, t, status);
+        }
+        return status == TD_OK;
+    }
+    td_sampler_accept(c->sampler, first.token);
+    (void)dcn_stream_take(d, c, first.token);
+    return dcn_stream_give(d, c, &first, &hash, 1);
+}
+
 void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
 {
     td_status_t status = TD_OK;
@@ -112,13 +155,16 @@ void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
     t->running_ns = td_now_ns();
     t->live = n;
     for (uint32_t i = 0; i < n; i++) {
-        td_sampled_t first = first_token(t, i);
-        uint64_t hash = t->ready.hash_count > 0 ? t->ready.hashes[i] : 0;
-        td_sampler_accept(t->choices[i].sampler, first.token);
-        (void)dcn_stream_take(d, &t->choices[i], first.token);
-        if (!dcn_stream_give(d, &t->choices[i], &first, &hash, 1)) {
+        if (!begin_choice(d, t, i)) {
             return; /* the ticket has ended */
         }
+    }
+    if (t->work.generated_count > 0) {
+        /* What was generated so far is brought or computed as of one that gave way: the node before
+         * has offered it to the store. */
+        td_metric_add(d->continued, 1);
+        dcn_preempt_wait(t);
+        TD_FAULT_POINT("decode_continue");
     }
 }
 

@@ -63,6 +63,8 @@ void dcn_metrics_declare(dcn_node_t *d)
                                         "prompts' KV that was here (early) or not (late) when "
                                         "the prompt was ready");
     d->bytes_late = td_metrics_counter(m, bytes, "when=\"late\"", "");
+    d->continued = td_metrics_counter(m, "tandem_decode_continued_total", NULL,
+                                      "requests that another node had begun, gone on with here");
     d->preemptions = td_metrics_counter(m, "tandem_decode_preemptions_total", NULL,
                                         "requests that gave their blocks to others for a while");
     d->returned_cached = td_metrics_counter(m, returned, "source=\"cache\"",

@@ -207,6 +207,7 @@ typedef struct dcn_node {
     td_metric_t *bytes_early;
     td_metric_t *bytes_late;
     td_metric_t *preemptions;
+    td_metric_t *continued;
     td_metric_t *returned_cached;
     td_metric_t *returned_fetched;
     td_metric_t *returned_computed;
@@ -265,6 +266,8 @@ void dcn_output_ended(dcn_node_t *dcn, uint32_t tokens);
  * to, those that gave way earlier come back in their rank, as far as there is room. Not during a
  * step. */
 void dcn_preempt_make_room(dcn_node_t *dcn);
+/** A running ticket gives up all blocks of all its choices, and comes back in its rank. */
+void dcn_preempt_wait(dcn_ticket_t *ticket);
 bool dcn_preempt_someone_waits(const dcn_node_t *dcn);
 
 /* dcn_return.c: a request that gave way comes back */
@@ -322,6 +325,9 @@ bool dcn_stream_take(dcn_node_t *dcn, dcn_choice_t *choice, uint32_t token);
  * the ticket has ended. Shape: [count]; hashes of the logits they were drawn from. */
 bool dcn_stream_give(dcn_node_t *dcn, dcn_choice_t *choice, const td_sampled_t *tokens,
                      const uint64_t *hashes, uint32_t count);
+/** Takes a choice's next token, whose text an earlier attempt has given.
+ * Errors: TD_ERR_CORRUPT: it would have ended the choice. */
+td_status_t dcn_stream_replay(dcn_node_t *dcn, dcn_choice_t *choice, uint32_t token);
 /** Keeps a copy of the first of the tokens that a choice was drawn, all taken, for
  * dcn_stream_give_kept(). */
 void dcn_stream_keep(dcn_node_t *dcn, dcn_choice_t *choice, uint32_t count);
@@ -331,6 +337,8 @@ void dcn_stream_drop_kept(dcn_node_t *dcn, const dcn_ticket_t *ticket);
 void dcn_stream_give_kept(dcn_node_t *dcn);
 /** Lets go of the blocks and the drafter of a choice that has ended, which no step uses. */
 void dcn_stream_release(dcn_choice_t *choice);
+/** The choice has ended before this attempt. False: its ticket has ended. */
+bool dcn_stream_skip(dcn_node_t *dcn, dcn_choice_t *choice);
 /** Indexes and offers the blocks that a choice has filled since last time. */
 void dcn_stream_publish(dcn_node_t *dcn, dcn_choice_t *choice);
 

@@ -67,23 +67,31 @@ static dcn_ticket_t *last_ranked(const dcn_node_t *d)
 
 /* All its choices: what they share is only free when the last one lets go of it. Those that have
  * ended hold nothing. */
+void dcn_preempt_wait(dcn_ticket_t *t)
+{
+    for (uint32_t i = t->work.n; i > 0; i--) {
+        dcn_choice_t *c = &t->choices[i - 1];
+        td_seq_fini(&c->seq);
+        dcn_draft_model_release(c);
+        c->kv_tokens = 0;
+    }
+    dcn_return_fini(t); /* of an earlier return that had not come to its end */
+    t->state = DCN_WAITING;
+}
+
 static void give_way(dcn_node_t *d, dcn_ticket_t *t)
 {
     uint32_t tokens = t->work.prompt_tokens;
     uint32_t blocks = 0;
 
-    for (uint32_t i = t->work.n; i > 0; i--) {
-        dcn_choice_t *c = &t->choices[i - 1];
+    for (uint32_t i = 0; i < t->work.n; i++) {
+        const dcn_choice_t *c = &t->choices[i];
         tokens += c->finish == TD_FINISH_NONE ? c->token_count : 0;
         blocks += c->seq.held;
-        td_seq_fini(&c->seq);
-        dcn_draft_model_release(c);
-        c->kv_tokens = 0;
     }
     TD_LOG_INFO("preempted", "req=%s choices=%u tokens=%u blocks=%u", t->work.request_id, t->live,
                 tokens, blocks);
-    dcn_return_fini(t); /* of an earlier return that had not come to its end */
-    t->state = DCN_WAITING;
+    dcn_preempt_wait(t);
     td_metric_add(d->preemptions, 1);
 }
 

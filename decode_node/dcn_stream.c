@@ -181,6 +181,7 @@ bool dcn_stream_give(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *tokens,
         if (status == TD_OK) {
             status = out_add(&d->out, &tokens[i], hashes[i], &d->text);
         }
+        TD_FAULT_POINT("decode_token");
     }
     if (status == TD_OK) {
         status = send_out(d, c); /* a router that does not take tokens: its requests end here */
@@ -190,8 +191,29 @@ bool dcn_stream_give(dcn_node_t *d, dcn_choice_t *c, const td_sampled_t *tokens,
         dcn_ticket_end(d, c->ticket, status);
         return false;
     }
-    TD_FAULT_POINT("decode_token");
     return c->finish == TD_FINISH_NONE || end_choice(d, c);
+}
+
+td_status_t dcn_stream_replay(dcn_node_t *d, dcn_choice_t *c, uint32_t token)
+{
+    const bool ends = dcn_stream_take(d, c, token);
+
+    c->given++;
+    TD_TRY(make_text(d, c, token));
+    return ends || c->finish != TD_FINISH_NONE ? TD_ERR_CORRUPT : TD_OK;
+}
+
+bool dcn_stream_skip(dcn_node_t *d, dcn_choice_t *c)
+{
+    dcn_ticket_t *t = c->ticket;
+
+    c->finish = TD_FINISH_STOP; /* whichever it was: the client knows */
+    dcn_stream_release(c);
+    if (--t->live == 0) {
+        dcn_ticket_end(d, t, TD_OK);
+        return false;
+    }
+    return true;
 }
 
 /* --- what waits until the next step runs -------------------------------------------------------

@@ -130,14 +130,27 @@ void dcn_ticket_end(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
     dcn_ticket_settle(d, t);
 }
 
+static bool are_tokens(const dcn_node_t *d, const uint32_t *tokens, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (tokens[i] >= d->node.info->vocab_size) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static td_status_t check_work(const dcn_node_t *d, const td_msg_work_t *w)
 {
     if (w->peer_id[0] == '\0' || w->prompt_tokens >= d->node.info->context_max ||
         w->max_tokens > d->node.info->context_max - w->prompt_tokens) {
         return TD_ERR_INVALID;
     }
-    for (uint32_t i = 0; i < w->prompt_tokens; i++) {
-        if (w->prompt[i] >= d->node.info->vocab_size) {
+    if (!are_tokens(d, w->prompt, w->prompt_tokens)) {
+        return TD_ERR_INVALID;
+    }
+    for (uint32_t i = 0; i < w->generated_count; i++) {
+        if (!are_tokens(d, w->generated[i].tokens, w->generated[i].count)) {
             return TD_ERR_INVALID;
         }
     }

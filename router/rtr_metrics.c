@@ -47,6 +47,8 @@ static const struct {
      NULL, "Registrations refused: other model, precision, secret or a name in use."},
     {AT(retries), td_metrics_counter, "tandem_router_retries_total", NULL,
      "New attempts after a failure on a node."},
+    {AT(failovers), td_metrics_counter, "tandem_router_failovers_total", NULL,
+     "Of them, those that go on behind tokens that an earlier attempt gave."},
     {AT(prompt_tokens), td_metrics_counter, "tandem_router_prompt_tokens_total", NULL,
      "Prompt tokens of requests that ended well."},
     {AT(cached_tokens), td_metrics_counter, "tandem_router_cached_tokens_total", NULL,

@@ -48,6 +48,7 @@ typedef struct rtr_metrics {
     td_metric_t *node_deaths;
     td_metric_t *registrations_refused;
     td_metric_t *retries;
+    td_metric_t *failovers;
     td_metric_t *prompt_tokens;
     td_metric_t *cached_tokens;
     td_metric_t *completion_tokens;

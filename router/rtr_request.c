@@ -54,6 +54,7 @@ rtr_piece_t rtr_choice_piece(const rtr_choice_t *c)
 
 static void choice_fini(rtr_choice_t *c)
 {
+    td_str_fini(&c->ids);
     td_str_fini(&c->tokens);
     td_str_fini(&c->text);
     td_str_fini(&c->token_logprobs);

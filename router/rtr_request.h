@@ -21,6 +21,7 @@ typedef struct rtr_ticket rtr_ticket_t;
 
 /** What a choice has got so far. Arrays live in growing byte strings. */
 typedef struct rtr_choice {
+    td_str_t ids;    /* u32; all that came, also what a stream has given away: for a successor */
     td_str_t tokens; /* u32 */
     td_str_t text;
     td_str_t token_logprobs; /* f32 */

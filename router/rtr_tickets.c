@@ -37,8 +37,10 @@ struct rtr_ticket {
     rtr_slot_set_t avoid; /* failed this ticket: only when there is no other */
     rtr_slot_set_t tried; /* had no room in this round */
     uint32_t retries;
-    bool given;       /* tokens of it went to the client */
-    bool echo_seen;   /* the prompt's log-probabilities came */
+    uint32_t failures; /* in a row, since a token came */
+    bool flows;        /* tokens of this attempt came: the decode node has all it needs */
+    bool cached_known; /* what the first attempt found of the prompt is what counts */
+    bool echo_seen;    /* the prompt's log-probabilities came */
     bool decode_done; /* END of the decode leg came, the echo did not */
     bool in_queue;
     td_msg_usage_t usage;
@@ -122,6 +124,34 @@ static const rtr_prompt_t *prompt_of(const rtr_ticket_t *t)
 static rtr_choice_t *choices_of(const rtr_ticket_t *t)
 {
     return &t->req->choices[t->prompt_idx * t->req->params.n];
+}
+
+static void ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t);
+
+/* Tokens of it came, of whichever attempt: another goes on behind them. */
+static bool has_begun(const rtr_ticket_t *t)
+{
+    for (uint32_t i = 0; i < t->req->params.n; i++) {
+        if (choices_of(t)[i].received > 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool holds_for_echo(const rtr_ticket_t *t)
+{
+    return t->req->params.echo && t->req->params.want_logprobs && !t->echo_seen;
+}
+
+static bool has_all_tokens(const rtr_ticket_t *t)
+{
+    for (uint32_t i = 0; i < t->req->params.n; i++) {
+        if (choices_of(t)[i].finish == TD_FINISH_NONE) {
+            return false;
+        }
+    }
+    return true;
 }
 
 /* --- the table of tickets --------------------------------------------------------------------- */
@@ -221,6 +251,7 @@ static void attempt_end(rtr_tickets_t *ts, rtr_ticket_t *t, bool cancel)
     t->decode.slot = RTR_PLACE_NONE;
     t->attempt++;
     t->state = STATE_PLACING;
+    t->flows = false;
 }
 
 static void ticket_destroy(rtr_tickets_t *ts, rtr_ticket_t *t, bool cancel)
@@ -469,11 +500,31 @@ static void choose_draft(rtr_tickets_t *ts, rtr_ticket_t *t)
     t->draft = rtr_drafters_choose(ts->config.drafters, &ask, node->drafters, &node->beat);
 }
 
+/* What earlier attempts gave of each choice. Answers how many there are: none before the first
+ * token. */
+static uint32_t list_generated(const rtr_ticket_t *t, td_msg_generated_t out[TD_MSG_CHOICES_MAX])
+{
+    const uint32_t n = t->req->params.n;
+
+    if (!has_begun(t)) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        const rtr_choice_t *c = &choices_of(t)[i];
+        const bool ended = c->finish != TD_FINISH_NONE;
+        out[i] = (td_msg_generated_t){.tokens = (const uint32_t *)(const void *)c->ids.bytes,
+                                      .count = ended ? 0 : c->received,
+                                      .ended = ended};
+    }
+    return n;
+}
+
 static td_status_t send_work(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_type_t type,
                              const leg_t *to, const leg_t *peer, uint32_t have_blocks)
 {
     const rtr_params_t *p = &t->req->params;
     const rtr_prompt_t *prompt = prompt_of(t);
+    td_msg_generated_t generated[TD_MSG_CHOICES_MAX];
     uint64_t left_ms = td_remaining_ns(t->req->deadline_ns) / TD_NS_PER_MS;
     char request_id[TD_MSG_ID_CHARS_MAX + 1];
     td_msg_t msg = {.type = type,
@@ -520,26 +571,35 @@ static td_status_t send_work(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_ty
                         .peer_incarnation = peer->incarnation,
                         .have_blocks = have_blocks,
                         .request_id = request_id,
+                        .generated = generated,
                     }};
 
     (void)snprintf(request_id, sizeof(request_id), "%.63s", t->req->request_id);
+    msg.u.work.generated_count = type == TD_MSG_RESERVE ? list_generated(t, generated) : 0;
     return td_bus_send(ts->config.bus, rtr_registry_node(ts->config.registry, to->slot)->id, &msg);
 }
 
-/* All nodes that might have room were asked: the ticket waits its turn, or is refused. */
+/* All nodes that might have room were asked: the ticket waits its turn, or is refused. Whose client
+ * has part of the answer is never refused, and is the first. */
 static void ticket_wait(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
+    const bool begun = has_begun(t);
+
     memset(&t->tried, 0, sizeof(t->tried));
     t->state = STATE_QUEUED;
     if (t->in_queue) {
         return; /* at its old place */
     }
-    if (ts->queued >= ts->config.queue_max) {
+    if (ts->queued >= ts->config.queue_max && !begun) {
         request_fail(ts, t->req, RTR_OUTCOME_REJECTED, 429, "queue_full",
                      "The server is full, and so is its queue. Try again later.");
         return;
     }
-    TAILQ_INSERT_TAIL(&ts->queue, t, queue_link);
+    if (begun) {
+        TAILQ_INSERT_HEAD(&ts->queue, t, queue_link);
+    } else {
+        TAILQ_INSERT_TAIL(&ts->queue, t, queue_link);
+    }
     t->in_queue = true;
     ts->queued++;
     td_metric_set(ts->config.metrics->queued, ts->queued);
@@ -556,12 +616,16 @@ static bool pinned_is_missing(const rtr_tickets_t *ts, td_role_t role, const cha
     return pinned[0] != '\0';
 }
 
-/* True when the request was refused: a role has no live node, or not the one asked for. */
+/* True when the request was refused: a role has no live node, or not the one asked for. One that has
+ * begun waits for a node to come. */
 static bool refuse_if_none_live(rtr_tickets_t *ts, const rtr_ticket_t *t)
 {
     bool prefill = rtr_registry_live(ts->config.registry, TD_ROLE_PREFILL) > 0;
     bool decode = rtr_registry_live(ts->config.registry, TD_ROLE_DECODE) > 0;
 
+    if (has_begun(t)) {
+        return false;
+    }
     if (!prefill || !decode) {
         request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "no_nodes",
                      !prefill ? "No prefill node is live." : "No decode node is live.");
@@ -625,19 +689,20 @@ static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
 
 /* --- failures --------------------------------------------------------------------------------- */
 
-/* Takes the attempt back, and what it gave for the answer: the same comes again (I1). */
+/* Takes the attempt back. What it gave stays: the next one goes on behind it, with the same tokens
+ * (I1, I9). Only where nothing is left to go on with, but the prompt's own log-probabilities have
+ * not come, all begins anew; nothing was shown then. */
 static void attempt_undo(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
     attempt_end(ts, t, true);
-    for (uint32_t i = 0; i < t->req->params.n; i++) {
+    for (uint32_t i = 0; t->decode_done && i < t->req->params.n; i++) {
         rtr_choice_reset(&choices_of(t)[i]);
     }
-    if (t->echo_seen) {
-        rtr_choice_reset(&t->req->echoes[t->prompt_idx]);
-    }
-    t->echo_seen = false;
     t->decode_done = false;
-    t->usage = (td_msg_usage_t){0};
+    t->cached_known = has_begun(t);
+    if (!t->cached_known) {
+        t->usage = (td_msg_usage_t){0};
+    }
 }
 
 static bool is_request_fault(td_status_t status)
@@ -656,22 +721,26 @@ static void ticket_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status
                      "The model cannot serve this request as it is.");
         return;
     }
+    if (has_all_tokens(t) && !holds_for_echo(t)) {
+        ticket_succeeded(ts, t); /* only word of its end was lost */
+        return;
+    }
     if (culprit != RTR_PLACE_NONE) {
         rtr_slot_add(&t->avoid, culprit);
     }
-    if (t->given) {
-        request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 502, "upstream_error",
-                     "The node that served this stream has failed.");
-        return;
-    }
-    if (t->retries >= RTR_RETRIES_MAX) {
+    if (t->failures >= RTR_RETRIES_MAX || t->retries >= RTR_FAILOVERS_MAX) {
         request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 502, "upstream_error",
                      "The request failed on the nodes that were tried.");
         return;
     }
+    t->failures++;
     t->retries++;
     td_metric_add(ts->config.metrics->retries, 1);
     attempt_undo(ts, t);
+    if (has_begun(t)) {
+        td_metric_add(ts->config.metrics->failovers, 1);
+        t->queue_deadline_ns = td_now_ns() + ts->config.queue_ms * TD_NS_PER_MS;
+    }
     memset(&t->tried, 0, sizeof(t->tried));
     ticket_place(ts, t);
 }
@@ -772,13 +841,7 @@ static bool stream_piece(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t index,
         return false;
     }
     choice->opened = true;
-    t->given = true;
     return true;
-}
-
-static bool holds_for_echo(const rtr_ticket_t *t)
-{
-    return t->req->params.echo && t->req->params.want_logprobs && !t->echo_seen;
 }
 
 static void ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
@@ -787,7 +850,9 @@ static void ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
     td_msg_usage_t *u = &req->usage;
 
     u->prompt_tokens += prompt_of(t)->count;
-    u->completion_tokens += t->usage.completion_tokens;
+    for (uint32_t i = 0; i < req->params.n; i++) {
+        u->completion_tokens += choices_of(t)[i].received;
+    }
     u->cached_local_tokens += t->usage.cached_local_tokens;
     u->cached_store_tokens += t->usage.cached_store_tokens;
     u->accepted_draft_tokens += t->usage.accepted_draft_tokens;
@@ -870,7 +935,13 @@ static void handle_tokens(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *ms
         return;
     }
     choice = &choices_of(t)[m->choice];
+    if (td_str_append(&choice->ids, m->tokens, m->count * sizeof(*m->tokens)) != TD_OK) {
+        request_fail(ts, req, RTR_OUTCOME_UPSTREAM_ERROR, 500, NULL, "out of memory");
+        return;
+    }
     choice->received += m->count;
+    t->flows = true;
+    t->failures = 0;
     observe_token(ts, req, choice, m->count);
     if (t->prompt_idx == 0 && choice->received == m->count) {
         rtr_request_set_nodes(req, rtr_registry_node(ts->config.registry, t->prefill.slot)->id,
@@ -887,16 +958,33 @@ static void handle_tokens(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *ms
     (void)stream_piece(ts, t, t->prompt_idx * req->params.n + m->choice, &piece);
 }
 
+/* What the first attempt that gave tokens has found of the prompt: a successor finds more. */
+static void note_cached(rtr_ticket_t *t, const td_msg_usage_t *found)
+{
+    td_msg_usage_t *u = &t->usage;
+
+    if (!t->cached_known) {
+        u->cached_local_tokens = TD_MAX(u->cached_local_tokens, found->cached_local_tokens);
+        u->cached_store_tokens = TD_MAX(u->cached_store_tokens, found->cached_store_tokens);
+    }
+}
+
+/* The prefill node has nothing more that this attempt needs. */
+static bool has_left_prefill(const rtr_ticket_t *t)
+{
+    return t->flows && !holds_for_echo(t);
+}
+
 static void prefill_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t *m)
 {
     rtr_node_t *node = rtr_registry_node(ts->config.registry, t->prefill.slot);
 
-    if (m->status == TD_ERR_BUSY && !t->given) {
-        ticket_busy(ts, t, t->prefill.slot);
+    if (m->status != TD_OK && has_left_prefill(t)) {
+        prefill_release(ts, t);
         return;
     }
-    if (m->status != TD_OK && t->given) {
-        prefill_release(ts, t); /* the decode node has all it needs: the stream goes on */
+    if (m->status == TD_ERR_BUSY && !t->flows) {
+        ticket_busy(ts, t, t->prefill.slot);
         return;
     }
     if (m->status != TD_OK) {
@@ -908,35 +996,23 @@ static void prefill_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t
                          td_now_ns() - t->start_ns);
     }
     prefill_release(ts, t);
-    t->usage.cached_local_tokens =
-        TD_MAX(t->usage.cached_local_tokens, m->usage.cached_local_tokens);
-    t->usage.cached_store_tokens =
-        TD_MAX(t->usage.cached_store_tokens, m->usage.cached_store_tokens);
+    note_cached(t, &m->usage);
 }
 
 static void decode_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t *m)
 {
-    uint32_t received = 0;
-
     if (m->status != TD_OK) {
         ticket_failed(ts, t, m->status, t->decode.slot, "decode leg failed");
         return;
     }
-    for (uint32_t i = 0; i < t->req->params.n; i++) {
-        received += choices_of(t)[i].received;
-        if (choices_of(t)[i].finish == TD_FINISH_NONE) {
-            ticket_failed(ts, t, TD_ERR_PROTOCOL, t->decode.slot, "ended without a finish reason");
-            return;
-        }
+    if (!has_all_tokens(t)) {
+        ticket_failed(ts, t, TD_ERR_PROTOCOL, t->decode.slot, "ended without a finish reason");
+        return;
     }
-    t->usage.completion_tokens = received;
     t->usage.accepted_draft_tokens = m->usage.accepted_draft_tokens;
     t->usage.rejected_draft_tokens = m->usage.rejected_draft_tokens;
     t->report = m->drafts;
-    t->usage.cached_local_tokens =
-        TD_MAX(t->usage.cached_local_tokens, m->usage.cached_local_tokens);
-    t->usage.cached_store_tokens =
-        TD_MAX(t->usage.cached_store_tokens, m->usage.cached_store_tokens);
+    note_cached(t, &m->usage);
     if (holds_for_echo(t)) {
         t->decode_done = true;
         decode_release(ts, t);
@@ -1094,7 +1170,7 @@ static void ticket_node_down(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot)
     }
     if (t->decode.slot == slot) {
         ticket_failed(ts, t, TD_ERR_PEER_DEAD, slot, "decode node died");
-    } else if (t->prefill.slot == slot && t->given) {
+    } else if (t->prefill.slot == slot && has_left_prefill(t)) {
         prefill_release(ts, t);
     } else if (t->prefill.slot == slot && t->prefill.held) {
         ticket_failed(ts, t, TD_ERR_PEER_DEAD, slot, "prefill node died");
@@ -1115,6 +1191,9 @@ static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
     if (now >= t->req->deadline_ns) {
         request_fail(ts, t->req, RTR_OUTCOME_TIMEOUT, 504, "timeout",
                      "The request took longer than the server allows.");
+    } else if (t->in_queue && now >= t->queue_deadline_ns && has_begun(t)) {
+        request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "no_successor",
+                     "The node that served this request has failed, and no other took over.");
     } else if (t->in_queue && now >= t->queue_deadline_ns) {
         request_fail(ts, t->req, RTR_OUTCOME_REJECTED, 429, "queue_timeout",
                      "No room on the nodes came free in time. Try again later.");

@@ -12,7 +12,8 @@
 #include "router/rtr_request.h"
 
 #define RTR_TICKETS_MAX 8192u
-#define RTR_RETRIES_MAX 2u
+#define RTR_RETRIES_MAX 2u    /* of a ticket in a row, without a token in between */
+#define RTR_FAILOVERS_MAX 16u /* of a ticket in all */
 #define RTR_RESERVE_MS 2000u
 #define RTR_QUEUE_PROBES_MAX 4u /* tickets of the queue that may ask for room at one time */
 #define RTR_HINT_BLOCKS_MAX 4096u

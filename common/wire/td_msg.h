@@ -142,6 +142,13 @@ typedef struct td_msg_lease {
     uint32_t lease_ms;
 } td_msg_lease_t;
 
+/** What an earlier attempt has given of a choice. */
+typedef struct td_msg_generated {
+    const uint32_t *tokens; /* [count] */
+    uint32_t count;
+    bool ended; /* there are no more */
+} td_msg_generated_t;
+
 typedef struct td_msg_work { /* RESERVE and START */
     uint64_t ticket;
     uint32_t attempt;
@@ -185,6 +192,8 @@ typedef struct td_msg_work { /* RESERVE and START */
     uint64_t peer_incarnation;
     uint32_t have_blocks;
     const char *request_id;
+    uint32_t generated_count;            /* RESERVE: 0, or n where the attempt goes on */
+    const td_msg_generated_t *generated; /* [generated_count]: its first tokens, given already */
 } td_msg_work_t;
 
 typedef struct td_msg_reserved {

@@ -235,12 +235,21 @@ static void fill_sampling(const td_msg_work_t *m, PB(Sampling) * pb)
     PB_ARRAY(*pb, bias_values, float, m->bias_values, m->bias_count);
 }
 
+static void fill_generated(const td_msg_generated_t *m, PB(Generated) * pb)
+{
+    tandem__v1__generated__init(pb);
+    PB_ARRAY(*pb, tokens, uint32_t, m->tokens, m->count);
+    pb->ended = m->ended;
+}
+
 static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_work_t *m = &msg->u.work;
     PB(Work) pb = TANDEM__V1__WORK__INIT;
     PB(Sampling) sampling;
     ProtobufCBinaryData stops[TD_MSG_STOPS_MAX];
+    PB(Generated) generated[TD_MSG_CHOICES_MAX];
+    PB(Generated) *generated_at[TD_MSG_CHOICES_MAX];
 
     fill_sampling(m, &sampling);
     pb.ticket = m->ticket;
@@ -265,7 +274,7 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     pb.top_logprobs = m->top_logprobs;
     pb.prompt_logprobs = m->prompt_logprobs;
     pb.want_hashes = m->want_hashes;
-    if (m->stop_count > TD_MSG_STOPS_MAX) {
+    if (m->stop_count > TD_MSG_STOPS_MAX || m->generated_count > TD_MSG_CHOICES_MAX) {
         return TD_ERR_TOO_LARGE;
     }
     for (uint32_t i = 0; i < m->stop_count; i++) {
@@ -273,6 +282,12 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     }
     pb.stop = stops;
     pb.n_stop = m->stop_count;
+    for (uint32_t i = 0; i < m->generated_count; i++) {
+        fill_generated(&m->generated[i], &generated[i]);
+        generated_at[i] = &generated[i];
+    }
+    pb.generated = generated_at;
+    pb.n_generated = m->generated_count;
     pb.include_stop = m->include_stop;
     pb.skip_special = m->skip_special;
     pb.peer_id = pb_text(m->peer_id);
@@ -825,9 +840,23 @@ static td_status_t read_peers(const PB(Peers) * pb, td_msg_peers_t *m, td_msg_ar
     return TD_OK;
 }
 
+/* Of a choice that ended there is nothing to go on with, so its tokens may be left out. */
+static td_status_t read_generated(const PB(Work) * pb, td_msg_generated_t *out)
+{
+    for (size_t i = 0; i < pb->n_generated; i++) {
+        const PB(Generated) *g = pb->generated[i];
+        MUST(g->n_tokens <= pb->max_tokens, "more generated than max_tokens");
+        MUST(g->ended || g->n_tokens < pb->max_tokens, "max_tokens generated, yet not ended");
+        out[i] = (td_msg_generated_t){
+            .tokens = g->tokens, .count = (uint32_t)g->n_tokens, .ended = g->ended};
+    }
+    return TD_OK;
+}
+
 static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena_t *arena)
 {
     const PB(Sampling) *s = pb->sampling;
+    td_msg_generated_t *generated = NULL;
     td_bytes_t *stops = NULL;
 
     MUST(pb->n_prompt >= 1 && pb->n_prompt <= TD_MSG_PROMPT_TOKENS_MAX,
@@ -842,11 +871,15 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
     MUST(pb->n_prediction <= TD_MSG_PROMPT_TOKENS_MAX, "prediction over the token limit");
     MUST(pb->n_stop <= TD_MSG_STOPS_MAX, "too many stop strings");
     MUST(id_ok(pb->peer_id) && id_ok(pb->request_id), "id too long or unprintable");
-    stops = td_calloc(pb->n_stop, sizeof(*stops));
-    if (stops == NULL) {
+    MUST(pb->n_generated == 0 || pb->n_generated == pb->n, "generated of some choices only");
+    /* Both in one piece. */
+    generated = td_calloc(1, pb->n_generated * sizeof(*generated) + pb->n_stop * sizeof(*stops));
+    if (generated == NULL) {
         return TD_ERR_NO_MEMORY;
     }
-    arena->extra = stops;
+    arena->extra = generated;
+    stops = (td_bytes_t *)(generated + pb->n_generated);
+    TD_TRY(read_generated(pb, generated));
     for (size_t i = 0; i < pb->n_stop; i++) {
         MUST(pb->stop[i].len >= 1 && pb->stop[i].len <= TD_MSG_STOP_BYTES_MAX,
              "stop string empty or too long");
@@ -895,6 +928,8 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
         .peer_incarnation = pb->peer_incarnation,
         .have_blocks = pb->have_blocks,
         .request_id = pb->request_id,
+        .generated_count = (uint32_t)pb->n_generated,
+        .generated = generated,
     };
     return TD_OK;
 }

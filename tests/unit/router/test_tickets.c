@@ -43,6 +43,8 @@ typedef struct fixture {
     uint32_t node_count;
     td_msg_arena_t *arena; /* of the last message expected */
     rtr_request_t *req;
+    uint32_t given_count; /* what the last Reserve said of earlier attempts */
+    td_msg_generated_t given[TD_MSG_CHOICES_MAX];
 } fixture_t;
 
 static int setup(void **state)
@@ -344,6 +346,14 @@ static running_t start_attempt(fixture_t *fx, node_t *prefill, node_t *decode)
     running_t run = {.ticket = w->ticket, .attempt = w->attempt};
 
     assert_true(w->ticket != 0);
+    fx->given_count = w->generated_count;
+    for (uint32_t i = 0; i < w->generated_count; i++) {
+        fx->given[i] = w->generated[i];
+        for (uint32_t j = 0; j < w->generated[i].count; j++) {
+            assert_int_equal(w->generated[i].tokens[j], GB_A);
+        }
+        fx->given[i].tokens = NULL;
+    }
     assert_string_equal(w->peer_id, td_bus_id(prefill->bus));
     assert_true(w->peer_incarnation == td_bus_incarnation(prefill->bus));
     answer_reserve(decode, w, TD_OK);
@@ -657,7 +667,90 @@ static void test_a_decode_death_before_the_first_token_goes_unnoticed(void **sta
     assert_at_rest(fx);
 }
 
-static void test_a_decode_death_in_a_stream_is_an_error_event(void **state)
+/* --- going on elsewhere (I9) ------------------------------------------------------------------- */
+
+static void wait_for_text(fixture_t *fx, const rtr_request_t *req, const char *text)
+{
+    uint64_t deadline_ns = td_now_ns() + WAIT_MS * TD_NS_PER_MS;
+    while ((req->out.bytes == NULL || strstr(req->out.bytes, text) == NULL) &&
+           td_remaining_ns(deadline_ns) > 0) {
+        spin(fx, NULL);
+    }
+    assert_non_null(strstr(req->out.bytes, text));
+}
+
+static uint32_t count_of(const rtr_request_t *req, const char *text)
+{
+    uint32_t count = 0;
+    for (const char *at = req->out.bytes; (at = strstr(at, text)) != NULL; at++) {
+        count++;
+    }
+    return count;
+}
+
+static void test_i9_a_stream_goes_on_behind_a_decode_death(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+    node_t *other = add_node(fx, TD_ROLE_DECODE, "d2");
+
+    assert_int_equal(fx->given_count, 0);
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
+    send_token(decode, run.ticket, run.attempt, 0, 1, "l", TD_FINISH_NONE);
+    send_end(prefill, run.ticket, run.attempt, TD_OK); /* three tokens of the prompt were cached */
+    wait_for_text(fx, req, "\"text\":\"l\"");
+    new_life(fx, decode);
+    expect_cancel(fx, prefill, run);
+    send_token(decode, run.ticket, run.attempt, 0, 2, "late", TD_FINISH_NONE);
+    run = start_attempt(fx, prefill, other);
+    assert_int_equal(fx->given_count, 1);
+    assert_int_equal(fx->given[0].count, 2);
+    assert_false(fx->given[0].ended);
+    send_token(other, run.ticket, run.attempt, 0, 2, "lo", TD_FINISH_STOP);
+    send_end(other, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "data: [DONE]");
+    assert_int_equal(count_of(req, "\"text\":\"he\""), 1);
+    assert_int_equal(count_of(req, "\"text\":\"l\""), 1);
+    assert_int_equal(count_of(req, "\"text\":\"lo\""), 1);
+    assert_int_equal(count_of(req, "late"), 0);
+    assert_int_equal(count_of(req, "\"completion_tokens\":3"), 1);
+    assert_int_equal(count_of(req, "\"cached_tokens\":3"), 1);
+    assert_int_equal(td_metric_get(fx->metrics.failovers), 1);
+    assert_at_rest(fx);
+}
+
+static void test_i9_choices_that_ended_are_not_begun_again(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, "{" PROMPT ",\"n\":3}");
+    running_t run = start_attempt(fx, prefill, decode);
+
+    send_token(decode, run.ticket, run.attempt, 1, 0, "ended", TD_FINISH_STOP);
+    send_token(decode, run.ticket, run.attempt, 2, 0, "he", TD_FINISH_NONE);
+    send_end(decode, run.ticket, run.attempt, TD_ERR_NO_MEMORY);
+    expect_cancel(fx, prefill, run);
+    run = start_attempt(fx, prefill, decode);
+    assert_int_equal(fx->given_count, 3);
+    assert_true(fx->given[0].count == 0 && !fx->given[0].ended);
+    assert_true(fx->given[1].count == 0 && fx->given[1].ended);
+    assert_true(fx->given[2].count == 1 && !fx->given[2].ended);
+    send_token(decode, run.ticket, run.attempt, 2, 1, "llo", TD_FINISH_LENGTH);
+    send_token(decode, run.ticket, run.attempt, 0, 0, "first", TD_FINISH_STOP);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "\"text\":\"first\"");
+    assert_int_equal(count_of(req, "\"text\":\"ended\""), 1);
+    assert_int_equal(count_of(req, "\"text\":\"hello\""), 1);
+    assert_int_equal(count_of(req, "\"completion_tokens\":4"), 1);
+    assert_at_rest(fx);
+}
+
+/* Of the attempt that goes on nothing had come yet: it is its prefill node that was missed. */
+static void test_i9_a_successor_may_fail_as_well(void **state)
 {
     fixture_t *fx = *state;
     node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
@@ -666,12 +759,72 @@ static void test_a_decode_death_in_a_stream_is_an_error_event(void **state)
     running_t run = start_attempt(fx, prefill, decode);
 
     send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
-    while (!req->ready) {
-        spin(fx, NULL);
-    }
+    wait_for_text(fx, req, "he");
     new_life(fx, decode);
+    (void)start_attempt(fx, prefill, decode);
+    new_life(fx, prefill);
+    (void)start_attempt(fx, prefill, decode);
+    new_life(fx, decode);
+    /* Three attempts in a row without a token. */
     assert_ended(fx, req, RTR_OUTCOME_UPSTREAM_ERROR, 200, "data: {\"error\":{");
-    assert_null(strstr(req->out.bytes, "[DONE]"));
+    assert_int_equal(count_of(req, "[DONE]"), 0);
+    assert_int_equal(td_metric_get(fx->metrics.failovers), 2);
+    assert_at_rest(fx);
+}
+
+static void test_i9_a_token_ends_a_row_of_failures(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    for (uint32_t i = 0; i < 4; i++) {
+        const char texts[] = "a\0b\0c\0d";
+        send_token(decode, run.ticket, run.attempt, 0, i, texts + 2 * i, TD_FINISH_NONE);
+        wait_for_text(fx, req, texts + 2 * i);
+        new_life(fx, decode);
+        run = start_attempt(fx, prefill, decode);
+        assert_int_equal(fx->given[0].count, i + 1);
+    }
+    send_token(decode, run.ticket, run.attempt, 0, 4, "e", TD_FINISH_LENGTH);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "data: [DONE]");
+    assert_int_equal(td_metric_get(fx->metrics.failovers), 4);
+    assert_at_rest(fx);
+}
+
+static void test_i5_a_stream_that_nobody_takes_over_ends_with_an_error_event(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
+    wait_for_text(fx, req, "he");
+    decode->mute = true; /* frozen; after two seconds it is dead, and there is no other */
+    assert_ended(fx, req, RTR_OUTCOME_UPSTREAM_ERROR, 200, "no other took over");
+    assert_int_equal(count_of(req, "[DONE]"), 0);
+    assert_at_rest(fx);
+}
+
+static void test_i9_an_answer_is_whole_without_word_of_its_end(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_STOP);
+    wait_for_text(fx, req, "he");
+    new_life(fx, decode);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "data: [DONE]");
+    assert_int_equal(count_of(req, "\"completion_tokens\":1"), 1);
+    assert_int_equal(td_metric_get(fx->metrics.retries), 0);
     assert_at_rest(fx);
 }
 
@@ -694,7 +847,7 @@ static void test_a_prefill_death_in_a_stream_goes_unnoticed(void **state)
     assert_at_rest(fx);
 }
 
-static void test_a_decode_death_in_a_whole_answer_begins_anew(void **state)
+static void test_i9_a_whole_answer_goes_on_behind_a_decode_death(void **state)
 {
     fixture_t *fx = *state;
     node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
@@ -702,7 +855,7 @@ static void test_a_decode_death_in_a_whole_answer_begins_anew(void **state)
     rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
     running_t run = start_attempt(fx, prefill, decode);
 
-    send_token(decode, run.ticket, run.attempt, 0, 0, "lost", TD_FINISH_NONE);
+    send_token(decode, run.ticket, run.attempt, 0, 0, "kept ", TD_FINISH_NONE);
     send_end(prefill, run.ticket, run.attempt, TD_OK);
     for (uint32_t i = 0; i < 10; i++) {
         spin(fx, NULL);
@@ -710,8 +863,10 @@ static void test_a_decode_death_in_a_whole_answer_begins_anew(void **state)
     new_life(fx, decode);
     run = start_attempt(fx, prefill, decode);
     send_token(decode, run.ticket, 1, 0, 1, "late", TD_FINISH_NONE); /* of the old attempt */
-    finish_well(prefill, decode, run);
-    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "\"text\":\"hello\"");
+    send_token(decode, run.ticket, run.attempt, 0, 1, "too", TD_FINISH_STOP);
+    send_end(prefill, run.ticket, run.attempt, TD_OK);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "\"text\":\"kept too\"");
     assert_non_null(strstr(req->out.bytes, "\"completion_tokens\":2"));
     assert_at_rest(fx);
 }
@@ -1158,9 +1313,14 @@ int main(void)
         T(test_a_failed_hand_off_is_tried_three_times_then_502),
         T(test_a_request_the_node_cannot_do_is_400),
         T(test_a_decode_death_before_the_first_token_goes_unnoticed),
-        T(test_a_decode_death_in_a_stream_is_an_error_event),
+        T(test_i9_a_stream_goes_on_behind_a_decode_death),
+        T(test_i9_choices_that_ended_are_not_begun_again),
+        T(test_i9_a_successor_may_fail_as_well),
+        T(test_i9_a_token_ends_a_row_of_failures),
+        T(test_i5_a_stream_that_nobody_takes_over_ends_with_an_error_event),
+        T(test_i9_an_answer_is_whole_without_word_of_its_end),
         T(test_a_prefill_death_in_a_stream_goes_unnoticed),
-        T(test_a_decode_death_in_a_whole_answer_begins_anew),
+        T(test_i9_a_whole_answer_goes_on_behind_a_decode_death),
         T(test_a_prefill_death_before_its_leg_is_over_is_retried),
         T(test_a_silent_node_is_dead_and_must_begin_a_new_life),
         T(test_tokens_out_of_order_end_the_attempt),

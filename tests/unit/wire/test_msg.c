@@ -68,6 +68,7 @@ static void test_register_keeps_every_text(void **state)
 
 static td_msg_work_t sample_work(void)
 {
+    static const td_msg_generated_t generated[2] = {{.tokens = u32s, .count = 3}, {.ended = true}};
     static const td_bytes_t stops[2] = {{(const uint8_t *)"a", 1}, {(const uint8_t *)"\0b", 2}};
     return (td_msg_work_t){.ticket = 5,
                            .attempt = 2,
@@ -96,7 +97,9 @@ static td_msg_work_t sample_work(void)
                            .stops = stops,
                            .peer_id = "decode-1",
                            .peer_incarnation = 99,
-                           .request_id = "r-1"};
+                           .request_id = "r-1",
+                           .generated_count = 2,
+                           .generated = generated};
 }
 
 static void test_msg_work_survives_the_wire(void **state)
@@ -124,6 +127,12 @@ static void test_msg_work_survives_the_wire(void **state)
     assert_memory_equal(out.u.work.stops[1].at, "\0b", 2);
     assert_true(out.u.work.seed == UINT64_MAX);
     assert_string_equal(out.u.work.peer_id, "decode-1");
+    assert_int_equal(out.u.work.generated_count, 2);
+    assert_int_equal(out.u.work.generated[0].count, 3);
+    assert_memory_equal(out.u.work.generated[0].tokens, u32s, sizeof(u32s));
+    assert_false(out.u.work.generated[0].ended);
+    assert_int_equal(out.u.work.generated[1].count, 0);
+    assert_true(out.u.work.generated[1].ended);
     td_msg_arena_free(arena);
 }
 
