@@ -94,8 +94,8 @@ static td_status_t replay(dcn_node_t *d, dcn_choice_t *c, const td_msg_generated
                           uint32_t first)
 {
     if (given->tokens[0] != first) {
-        TD_LOG_ERROR("nodes differ", "req=%s choice=%u token=%u there=%u", c->ticket->work.request_id,
-                     c->index, first, given->tokens[0]);
+        TD_LOG_ERROR("nodes differ", "req=%s choice=%u token=%u there=%u",
+                     c->ticket->work.request_id, c->index, first, given->tokens[0]);
         return TD_ERR_CORRUPT;
     }
     for (uint32_t i = 0; i < given->count; i++) {

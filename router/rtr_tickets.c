@@ -41,7 +41,7 @@ struct rtr_ticket {
     bool flows;        /* tokens of this attempt came: the decode node has all it needs */
     bool cached_known; /* what the first attempt found of the prompt is what counts */
     bool echo_seen;    /* the prompt's log-probabilities came */
-    bool decode_done; /* END of the decode leg came, the echo did not */
+    bool decode_done;  /* END of the decode leg came, the echo did not */
     bool in_queue;
     td_msg_usage_t usage;
     td_msg_drafts_t report; /* of the decode leg, once it ended */
@@ -616,8 +616,8 @@ static bool pinned_is_missing(const rtr_tickets_t *ts, td_role_t role, const cha
     return pinned[0] != '\0';
 }
 
-/* True when the request was refused: a role has no live node, or not the one asked for. One that has
- * begun waits for a node to come. */
+/* True when the request was refused: a role has no live node, or not the one asked for. One that
+ * has begun waits for a node to come. */
 static bool refuse_if_none_live(rtr_tickets_t *ts, const rtr_ticket_t *t)
 {
     bool prefill = rtr_registry_live(ts->config.registry, TD_ROLE_PREFILL) > 0;

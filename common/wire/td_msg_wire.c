@@ -249,7 +249,7 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     PB(Sampling) sampling;
     ProtobufCBinaryData stops[TD_MSG_STOPS_MAX];
     PB(Generated) generated[TD_MSG_CHOICES_MAX];
-    PB(Generated) *generated_at[TD_MSG_CHOICES_MAX];
+    PB(Generated) * generated_at[TD_MSG_CHOICES_MAX];
 
     fill_sampling(m, &sampling);
     pb.ticket = m->ticket;

@@ -429,16 +429,13 @@ static void test_i3_decode_fails_a_handoff_that_does_not_fit(void **state)
 /* --- the hand-off -------------------------------------------------------------------------------
  */
 
-/* Reserves ticket 5 for so many choices of a prompt of 56 tokens, whose four blocks the prefill
- * node has. */
-static dcn_ticket_t *reserve_choices(world_t *w, uint32_t n, td_msg_work_t *work_out)
+/* Reserves ticket 5, of a prompt of 56 tokens, whose four blocks the prefill node has. */
+static dcn_ticket_t *reserve_work(world_t *w, td_msg_work_t work)
 {
-    td_msg_work_t work = work_of(5, 56, 10);
     size_t block_bytes = td_kv_block_bytes(&w->info.kv);
     dcn_ticket_t *t = NULL;
     uint32_t have = 0;
 
-    work.n = n;
     assert_int_equal(reserve(w, work, &have), TD_OK);
     t = dcn_ticket_find(w->dcn, 5, 1);
     assert_non_null(t);
@@ -454,8 +451,14 @@ static dcn_ticket_t *reserve_choices(world_t *w, uint32_t n, td_msg_work_t *work
         w->sums[i] = td_block_checksum(td_block_content_hash(bytes, block_bytes), &w->keys[i],
                                        w->source_epochs[i]);
     }
-    *work_out = work;
     return t;
+}
+
+static dcn_ticket_t *reserve_choices(world_t *w, uint32_t n, td_msg_work_t *work_out)
+{
+    *work_out = work_of(5, 56, 10);
+    work_out->n = n;
+    return reserve_work(w, *work_out);
 }
 
 static dcn_ticket_t *reserve_handoff(world_t *w, td_msg_work_t *work_out)
@@ -641,6 +644,116 @@ static void test_decode_fetches_what_was_never_announced(void **state)
     assert_int_equal(t->fetches, 1);
     receive_all(w);
     assert_int_equal(t->state, DCN_RUNNING);
+}
+
+/* --- what another node has begun (I9) ----------------------------------------------------------
+ */
+
+/* Choice 0 ended in the middle of a character, choices 0 and 2 with what may begin a stop string;
+ * nothing is given again, and what was held back comes out whole with the next tokens. */
+static void test_i9_decode_goes_on_behind_what_was_given(void **state)
+{
+    static const td_bytes_t stop = {(const uint8_t *)"Hello!", 6};
+    world_t *w = *state;
+    dcn_node_t *d = w->dcn;
+    td_msg_work_t work = work_of(5, 56, 10);
+    uint32_t *character = NULL;
+    size_t pieces = 0;
+    uint32_t given[2] = {19556, 0};
+    td_msg_generated_t generated[3] = {{given, 2, false}, {NULL, 0, true}, {given, 1, false}};
+    td_sampled_t next = {0};
+    const uint64_t hash = 0;
+    td_msg_arena_t *arena = NULL;
+    dcn_ticket_t *t = NULL;
+    td_msg_t msg;
+
+    assert_int_equal(
+        td_tokenizer_encode(d->node.tokenizer, "\xe6\xb0\xb8", 3, false, &character, &pieces),
+        TD_OK);
+    assert_true(pieces > 1);
+    given[1] = character[0];
+    work.n = 3;
+    work.stop_count = 1;
+    work.stops = &stop;
+    work.generated_count = 3;
+    work.generated = generated;
+    t = reserve_work(w, work);
+    announce(w, 0, 2, 0, 4);
+    receive_all(w);
+    kv_ready(w, &work);
+    assert_int_equal(t->state, DCN_WAITING);
+    assert_int_equal(t->live, 2);
+    dcn_preempt_make_room(d);
+    assert_int_equal(t->state, DCN_RUNNING);
+    assert_null(t->choices[1].seq.blocks);
+    assert_int_equal(t->choices[0].kv_tokens, 48); /* the prompt's full blocks were found here */
+    assert_int_equal(t->choices[0].token_count, 2);
+    for (size_t i = 1; i < pieces; i++) {
+        next.token = character[i];
+        assert_false(dcn_stream_take(d, &t->choices[0], next.token));
+        assert_true(dcn_stream_give(d, &t->choices[0], &next, &hash, 1));
+        msg = expect(w, w->router, TD_MSG_TOKENS, &arena);
+        assert_int_equal(msg.u.tokens.offset, i + 1); /* the first thing that the router hears */
+        assert_int_equal(msg.u.tokens.text.len, i + 1 == pieces ? 5 + 3 : 0);
+        td_msg_arena_free(arena);
+    }
+    next.token = 28; /* "," */
+    assert_false(dcn_stream_take(d, &t->choices[2], next.token));
+    assert_true(dcn_stream_give(d, &t->choices[2], &next, &hash, 1));
+    msg = expect(w, w->router, TD_MSG_TOKENS, &arena);
+    assert_int_equal(msg.u.tokens.choice, 2);
+    assert_int_equal(msg.u.tokens.text.len, 6);
+    assert_memory_equal(msg.u.tokens.text.at, "Hello,", 6);
+    td_msg_arena_free(arena);
+    assert_int_equal(td_metric_get(d->continued), 1);
+    td_free(character);
+    dcn_ticket_end(d, t, TD_ERR_CANCELLED);
+    assert_nothing_held(w);
+}
+
+/* The other node had drawn another first token, or tokens that would have ended the answer. */
+static void test_i9_decode_refuses_what_this_node_would_not_have_given(void **state)
+{
+    static const uint32_t others[2][2] = {{28, 28}, {19556, 2 /* <|im_end|> */}};
+    world_t *w = *state;
+
+    for (uint32_t i = 0; i < 2; i++) {
+        td_msg_generated_t generated = {others[i], 2, false};
+        td_msg_work_t work = work_of(5 + i, i == 0 ? 56 : 48, 10);
+        td_msg_arena_t *arena = NULL;
+        td_msg_t msg;
+        uint32_t have = 0;
+        work.generated_count = 1;
+        work.generated = &generated;
+        if (i == 0) {
+            (void)reserve_work(w, work);
+            announce(w, 0, 2, 0, 4);
+            receive_all(w);
+            kv_ready(w, &work);
+        } else {
+            assert_int_equal(reserve(w, work, &have), TD_OK);
+            assert_int_equal(have, 3);
+            kv_ready_of(w, &work, 3, 0);
+        }
+        msg = expect(w, w->router, TD_MSG_END, &arena);
+        assert_int_equal(msg.u.end.status, TD_ERR_CORRUPT);
+        td_msg_arena_free(arena);
+        assert_nothing_held(w);
+    }
+}
+
+static void test_decode_refuses_generated_tokens_beyond_the_vocabulary(void **state)
+{
+    static const uint32_t tokens[2] = {19556, 49152};
+    static const td_msg_generated_t generated = {tokens, 2, false};
+    world_t *w = *state;
+    td_msg_work_t work = work_of(5, 56, 10);
+    uint32_t have = 0;
+
+    work.generated_count = 1;
+    work.generated = &generated;
+    assert_int_equal(reserve(w, work, &have), TD_ERR_INVALID);
+    assert_nothing_held(w);
 }
 
 /* --- several choices give way ----------------------------------------------------------------- */
@@ -1088,6 +1201,12 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(
             test_f14_decode_promises_several_choices_what_is_to_be_expected, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_i9_decode_goes_on_behind_what_was_given, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_i9_decode_refuses_what_this_node_would_not_have_given,
+                                        setup, teardown),
+        cmocka_unit_test_setup_teardown(test_decode_refuses_generated_tokens_beyond_the_vocabulary,
+                                        setup, teardown),
         cmocka_unit_test_setup_teardown(test_decode_several_choices_find_all_they_had, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_decode_one_choice_computes_what_all_share, setup,

@@ -667,7 +667,8 @@ static void test_a_decode_death_before_the_first_token_goes_unnoticed(void **sta
     assert_at_rest(fx);
 }
 
-/* --- going on elsewhere (I9) ------------------------------------------------------------------- */
+/* --- going on elsewhere (I9) -------------------------------------------------------------------
+ */
 
 static void wait_for_text(fixture_t *fx, const rtr_request_t *req, const char *text)
 {

@@ -460,6 +460,16 @@ static void test_msg_decode_refuses_what_breaks_the_rules(void **state)
         td_str_clear(&bytes);
     }
     msg.u.work = sample_work();
+    msg.u.work.generated_count = 1; /* of two choices */
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), TD_ERR_PROTOCOL);
+    td_str_clear(&bytes);
+    msg.u.work = sample_work();
+    msg.u.work.max_tokens = 3; /* as many as were generated of a choice that goes on */
+    assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+    assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), TD_ERR_PROTOCOL);
+    td_str_clear(&bytes);
+    msg.u.work = sample_work();
     msg.u.work.prompt_tokens = 0;
     assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
     assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), TD_ERR_PROTOCOL);
