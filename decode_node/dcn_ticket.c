@@ -337,7 +337,7 @@ void dcn_ticket_reserve(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **are
             break;
         }
     }
-    if (d->ticket_count >= DCN_TICKETS_MAX) {
+    if (d->node.draining || d->ticket_count >= DCN_TICKETS_MAX) {
         send_reserved(d, w, TD_ERR_BUSY, 0);
         return;
     }

@@ -119,6 +119,7 @@ static td_msg_heartbeat_t load_of(dcn_node_t *d)
             load.queued_tokens += t->live; /* sequences running */
         }
     }
+    load.draining = d->node.draining;
     dcn_worth_costs(d, &load);
     return load;
 }
@@ -133,8 +134,7 @@ static void run(dcn_node_t *d)
         td_msg_heartbeat_t load;
 
         td_bus_wait(n->proc.bus, fds, TD_ARRAY_LEN(fds), TD_NODE_TICK_MS, readable);
-        if (readable[0]) {
-            TD_LOG_INFO("stopping", "why=signal");
+        if (td_node_ends(n, readable[0], d->ticket_count, kvs_client_pinned(d->store))) {
             return;
         }
         dcn_batch_progress(d);

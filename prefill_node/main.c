@@ -105,8 +105,10 @@ static void drain_messages(pfn_node_t *p)
 static td_msg_heartbeat_t load_of(const pfn_node_t *p)
 {
     td_pool_counts_t c = td_pool_counts(p->node.pool);
-    td_msg_heartbeat_t load = {
-        .free_blocks = c.free + c.cached, .total_blocks = c.total, .tokens_per_s = p->tokens_per_s};
+    td_msg_heartbeat_t load = {.free_blocks = c.free + c.cached,
+                               .total_blocks = c.total,
+                               .tokens_per_s = p->tokens_per_s,
+                               .draining = p->node.draining};
     for (const pfn_request_t *r = p->requests; r != NULL; r = r->next) {
         if (r->state < PFN_WAIT_ACK) {
             load.queued_requests++;
@@ -126,8 +128,7 @@ static void run(pfn_node_t *p)
         td_msg_heartbeat_t load;
 
         td_bus_wait(n->proc.bus, fds, TD_ARRAY_LEN(fds), TD_NODE_TICK_MS, readable);
-        if (readable[0]) {
-            TD_LOG_INFO("stopping", "why=signal");
+        if (td_node_ends(n, readable[0], p->request_count, kvs_client_pinned(p->store))) {
             return;
         }
         pfn_batch_progress(p);

@@ -215,7 +215,7 @@ void pfn_request_start(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **aren
     *link = r;
     p->request_count++;
     status = check_work(p, &r->work);
-    if (status == TD_OK && p->request_count > PFN_REQUESTS_MAX) {
+    if (status == TD_OK && (p->node.draining || p->request_count > PFN_REQUESTS_MAX)) {
         status = TD_ERR_BUSY;
     }
     if (status == TD_OK &&

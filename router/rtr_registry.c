@@ -388,6 +388,7 @@ static td_status_t keep_register(rtr_node_t *node, const td_msg_register_t *r)
     node->context_max = r->context_max;
     node->drafters = r->drafters;
     node->seen_ns = td_now_ns();
+    node->beat.draining = false; /* a new life */
     node->peers_version = 0;
     return TD_OK;
 }
@@ -527,9 +528,12 @@ static td_status_t page_rows(rtr_registry_t *reg, uint64_t now, td_str_t *out)
             out,
             "<tr><td>%s</td><td>%s</td><td>%s</td><td>%016" PRIx64 "</td><td>%s</td>"
             "<td>%" PRIu64 "</td><td>%u / %u</td><td>%u</td><td>%u</td><td>%" PRIu64 "</td></tr>\n",
-            n->id, td_role_name(n->role), n->live ? "live" : "dead", n->incarnation, n->endpoint,
-            (uint64_t)((now - n->seen_ns) / TD_NS_PER_MS), n->beat.free_blocks,
-            n->beat.total_blocks, n->prefills, n->sequences, n->ahead_tokens));
+            n->id, td_role_name(n->role),
+            !n->live           ? "dead"
+            : n->beat.draining ? "draining"
+                               : "live",
+            n->incarnation, n->endpoint, (uint64_t)((now - n->seen_ns) / TD_NS_PER_MS),
+            n->beat.free_blocks, n->beat.total_blocks, n->prefills, n->sequences, n->ahead_tokens));
     }
     return TD_OK;
 }

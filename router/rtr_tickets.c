@@ -419,7 +419,7 @@ static bool node_allowed(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t
 {
     const char *pinned = pinned_of(t, role);
 
-    if (!node->live || node->role != role || rtr_slot_has(&t->tried, slot)) {
+    if (!node->live || node->beat.draining || node->role != role || rtr_slot_has(&t->tried, slot)) {
         return false;
     }
     if (pinned[0] != '\0') {

@@ -1,12 +1,16 @@
 #include "common/node/td_node.h"
 
 #include <string.h>
+#include <sys/signalfd.h>
 #include <unistd.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/node/td_peers.h"
+
+#define OFFERS_MS 2000u /* after that the store may as well do without */
+#define LINGER_MS 500u  /* for the last messages to leave */
 
 td_status_t td_node_model_options(const td_node_t *n, td_model_options_t *out)
 {
@@ -201,6 +205,43 @@ td_status_t td_node_open(td_node_t *n, const td_node_setup_t *setup)
     TD_TRY(open_membership(n));
     td_proc_announce(&n->proc, td_statusd_address(n->proc.statusd));
     return TD_OK;
+}
+
+/* Signals that came since the last look. */
+static uint32_t take_signals(int fd)
+{
+    struct signalfd_siginfo info;
+    uint32_t count = 0;
+
+    while (read(fd, &info, sizeof(info)) == (ssize_t)sizeof(info)) {
+        count++;
+    }
+    return count;
+}
+
+bool td_node_ends(td_node_t *n, bool signalled, uint32_t work, uint32_t offers)
+{
+    const uint64_t now = td_now_ns();
+    uint32_t signals = signalled ? take_signals(n->proc.signal_fd) : 0;
+    uint64_t past_ms = 0;
+
+    if (signals > 0 && !n->draining) {
+        TD_LOG_INFO("draining", "why=signal requests=%u offers=%u", work, offers);
+        n->draining = true;
+        n->drain_begin_ns = now;
+        signals--;
+    }
+    if (!n->draining) {
+        return false;
+    }
+    past_ms = (now - n->drain_begin_ns) / TD_NS_PER_MS;
+    if (signals == 0 && past_ms < td_config_u64(n->proc.config, "drain-ms") &&
+        (work > 0 || (offers > 0 && past_ms < OFFERS_MS))) {
+        return false;
+    }
+    TD_LOG_INFO("stopping", "why=%s requests=%u", work == 0 ? "drained" : "time", work);
+    td_bus_linger(n->proc.bus, LINGER_MS);
+    return true;
 }
 
 void td_node_stop(td_node_t *n)

@@ -49,6 +49,9 @@
          "tokens of a request, 0 = the model's; longer ones need a mask (attention)",                \
          0,                                                                                          \
          1 << 20},                                                                                   \
+        {"drain-ms", TD_OPTION_MS,                                                                   \
+         "25000",    "for work under way after SIGTERM; a second one ends it",                       \
+         0,          3600000},                                                                       \
     {                                                                                                \
         "attention", TD_OPTION_TEXT, NULL,                                                           \
             "what a token sees, one for the whole cluster [the model's]: " TD_ATTENTION_FORMS        \
@@ -92,6 +95,8 @@ typedef struct td_node {
     td_member_events_t events; /* the node's own, called after ours */
     td_role_t role;
     uint32_t drafters; /* registered: a bit of each drafter that a decode node offers */
+    bool draining;     /* takes no new work; told with heartbeats */
+    uint64_t drain_begin_ns;
 } td_node_t;
 
 typedef struct td_node_setup {
@@ -111,6 +116,10 @@ typedef struct td_node_setup {
 /** Opens everything after td_proc_init() has filled node->proc; reports the KV size in the log.
  * Errors: each is logged where it happens. */
 TD_MUST_CHECK td_status_t td_node_open(td_node_t *node, const td_node_setup_t *setup);
+/** Does the loop end? The first signal makes the node drain: it takes no new work, and ends once
+ * nothing is under way and what it offered to the store has been fetched, at the next signal, or
+ * after --drain-ms. Shape: work, requests under way; offers, blocks pinned for the store. */
+bool td_node_ends(td_node_t *node, bool signalled, uint32_t work, uint32_t offers);
 /** Stops the threads that could still touch the pool; call before the node's own state goes. */
 void td_node_stop(td_node_t *node);
 void td_node_close(td_node_t *node);

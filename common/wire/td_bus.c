@@ -199,6 +199,13 @@ void td_bus_destroy(td_bus_t *bus)
     td_free(bus);
 }
 
+void td_bus_linger(td_bus_t *bus, uint32_t ms)
+{
+    for (uint32_t i = 0; i < bus->peer_count; i++) {
+        (void)set_int(bus->peers[i]->dealer, ZMQ_LINGER, (int)ms);
+    }
+}
+
 const char *td_bus_endpoint(const td_bus_t *bus)
 {
     return bus->endpoint;

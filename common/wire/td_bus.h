@@ -32,6 +32,8 @@ typedef struct td_bus_config {
 /** Errors: TD_ERR_IO (cannot bind: logged), TD_ERR_NO_MEMORY. Owner: the caller. */
 TD_MUST_CHECK td_status_t td_bus_create(const td_bus_config_t *config, td_bus_t **out);
 void td_bus_destroy(td_bus_t *bus);
+/** Destroying the bus waits so long for what was sent to leave; else it drops that. */
+void td_bus_linger(td_bus_t *bus, uint32_t ms);
 /** What others connect to. Owner: the bus. */
 const char *td_bus_endpoint(const td_bus_t *bus);
 const char *td_bus_id(const td_bus_t *bus);

@@ -19,6 +19,7 @@ struct td_member {
     bool registered;
     bool fenced; /* reported already, until the next lease */
     uint64_t next_send_ns;
+    bool told_draining;
     uint64_t last_lease_ns;
     uint32_t lease_ms;
     td_member_peer_t peers[TD_MSG_PEERS_MAX];
@@ -129,9 +130,10 @@ void td_member_tick(td_member_t *m, const td_msg_heartbeat_t *load)
          * shall get what was sent meanwhile, so the connection stays until it answers. */
         m->registered = false;
     }
-    if (now < m->next_send_ns) {
+    if (now < m->next_send_ns && load->draining == m->told_draining) {
         return;
     }
+    m->told_draining = load->draining;
     m->next_send_ns = now + TD_HEARTBEAT_MS * TD_NS_PER_MS;
     if (!m->registered) {
         send_register(m);

@@ -136,6 +136,7 @@ typedef struct td_msg_heartbeat {
     uint32_t pass_cost_count;
     float step_costs[TD_MSG_DRAFTS_MAX + 1];
     float pass_costs[TD_MSG_DRAFTERS_MAX];
+    bool draining; /* it takes no new work */
 } td_msg_heartbeat_t;
 
 typedef struct td_msg_lease {

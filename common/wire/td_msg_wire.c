@@ -201,6 +201,7 @@ static td_status_t encode_heartbeat(const td_msg_t *msg, PB(Envelope) * env, td_
     pb.free_blocks = m->free_blocks;
     pb.total_blocks = m->total_blocks;
     pb.tokens_per_s = m->tokens_per_s;
+    pb.draining = m->draining;
     TD_ASSERT(m->step_cost_count <= TD_MSG_DRAFTS_MAX + 1 &&
               m->pass_cost_count <= TD_MSG_DRAFTERS_MAX);
     PB_ARRAY(pb, step_costs, float, m->step_costs, m->step_cost_count);
@@ -813,6 +814,7 @@ static td_status_t read_heartbeat(const PB(Heartbeat) * pb, td_msg_heartbeat_t *
         .free_blocks = pb->free_blocks,
         .total_blocks = pb->total_blocks,
         .tokens_per_s = pb->tokens_per_s,
+        .draining = pb->draining,
         .step_cost_count = (uint32_t)pb->n_step_costs,
         .pass_cost_count = (uint32_t)pb->n_pass_costs,
     };

@@ -667,6 +667,51 @@ static void test_a_decode_death_before_the_first_token_goes_unnoticed(void **sta
     assert_at_rest(fx);
 }
 
+/* --- nodes that drain --------------------------------------------------------------------------
+ */
+
+static void drain(fixture_t *fx, node_t *node)
+{
+    rtr_registry_t *reg = rtr_loop_registry(fx->loop);
+    const uint32_t slot =
+        rtr_registry_find(reg, td_bus_id(node->bus), td_bus_incarnation(node->bus));
+    td_msg_t msg = {.type = TD_MSG_HEARTBEAT,
+                    .u.heartbeat = {.free_blocks = 1000, .total_blocks = 1000, .draining = true}};
+
+    node->mute = true;
+    send_to_router(node, &msg);
+    while (!rtr_registry_node(reg, slot)->beat.draining) {
+        spin(fx, NULL);
+    }
+}
+
+static void test_a_draining_node_gets_nothing_new(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    node_t *other = add_node(fx, TD_ROLE_DECODE, "d2");
+    rtr_request_t *req = NULL;
+
+    drain(fx, decode);
+    for (uint32_t i = 0; i < 4; i++) {
+        req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+        finish_well(prefill, other, start_attempt(fx, prefill, other));
+        wait_end(fx, req);
+    }
+    drain(fx, other);
+    req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    for (uint32_t i = 0; i < 10; i++) {
+        spin(fx, NULL);
+    }
+    assert_int_equal(rtr_tickets_queued(rtr_loop_tickets(fx->loop)), 1); /* for one that comes */
+    new_life(fx, decode);
+    finish_well(prefill, decode, start_attempt(fx, prefill, decode));
+    wait_end(fx, req);
+    assert_int_equal(td_metric_get(fx->metrics.requests[RTR_OUTCOME_OK]), 5);
+    assert_at_rest(fx);
+}
+
 /* --- going on elsewhere (I9) -------------------------------------------------------------------
  */
 
@@ -1314,6 +1359,7 @@ int main(void)
         T(test_a_failed_hand_off_is_tried_three_times_then_502),
         T(test_a_request_the_node_cannot_do_is_400),
         T(test_a_decode_death_before_the_first_token_goes_unnoticed),
+        T(test_a_draining_node_gets_nothing_new),
         T(test_i9_a_stream_goes_on_behind_a_decode_death),
         T(test_i9_choices_that_ended_are_not_begun_again),
         T(test_i9_a_successor_may_fail_as_well),
