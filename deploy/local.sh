@@ -430,6 +430,8 @@ Tandem serves at $url (logs in $dir; stop with: deploy/local.sh down --dir $dir)
       model="${name:-MODEL}",
       messages=[{"role": "user", "content": "Hello!"}])
   print(answer.choices[0].message.content)
+
+  $bin/tandemctl --keys $dir/admin nodes
 TEXT
 }
 
@@ -458,6 +460,7 @@ up() {
     [[ -z $kv_codec ]] || cluster_flags+=(--kv-codec "$kv_codec")
     [[ -z $context_max ]] || cluster_flags+=(--context-max "$context_max")
     start_process router router "$host:$port" "${cluster_flags[@]}" \
+        --admin 'tcp://127.0.0.1:*' --admin-keys "$dir/admin" \
         ${router_flags[@]+"${router_flags[@]}"}
     wait_ready 0
     node_flags=(--router "$router_bus")

@@ -5,8 +5,8 @@
 # usage: deploy/setup.sh [PACKAGE...]
 set -euo pipefail
 
-PACKAGES=(gcc make pkg-config protobuf-c-compiler libprotobuf-c-dev libucx-dev libzmq3-dev
-    libsodium-dev libmicrohttpd-dev libjansson-dev libpcre2-dev libutf8proc-dev libcyaml-dev
+PACKAGES=(gcc make pkg-config protobuf-compiler protobuf-c-compiler libprotobuf-c-dev libucx-dev
+    libzmq3-dev libsodium-dev libmicrohttpd-dev libjansson-dev libpcre2-dev libutf8proc-dev libcyaml-dev
     libyaml-dev libxxhash-dev liburing-dev liblmdb-dev libcurl4-openssl-dev libcmocka-dev etcd-server
     python3 python3-pip python3-venv procps iproute2 ca-certificates curl)
 # Oldest versions that Tandem is tested with: those of Debian 12.

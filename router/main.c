@@ -53,6 +53,9 @@ static const td_option_t options[] = {
     {"draft-explore", TD_OPTION_COUNT, "5",
      "percent of open requests that try another drafter or bound of k, to learn", 0, 100},
     {"api-key-file", TD_OPTION_TEXT, NULL, "one key a line, mode 0600: then a key is needed"},
+    {"admin", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the admin RPC; none: there is no such"},
+    {"admin-keys", TD_OPTION_TEXT, NULL,
+     "folder of its CURVE keys; made with a first client's when it is missing"},
     {"queue-max", TD_OPTION_COUNT, "256", "prompts that may wait for room; past it 429", 0,
      RTR_TICKETS_MAX},
     {"queue-ms", TD_OPTION_MS, "5000", "longest wait for room; past it 429", 1, 3600000},
@@ -103,6 +106,8 @@ static td_status_t start(app_t *app)
         .queue_ms = (uint32_t)td_config_u64(config, "queue-ms"),
         .request_timeout_ms = (uint32_t)td_config_u64(config, "request-timeout-ms"),
         .draft_explore_percent = (uint32_t)td_config_u64(config, "draft-explore"),
+        .admin_endpoint = td_config_text(config, "admin"),
+        .admin_keys = td_config_text(config, "admin-keys"),
     };
     rtr_http_config_t http = {
         .listen = td_config_text(config, "http"),
@@ -113,6 +118,10 @@ static td_status_t start(app_t *app)
         .metrics = &app->metrics,
     };
 
+    if (loop.admin_endpoint != NULL && loop.admin_keys == NULL) {
+        TD_LOG_ERROR("option missing", "expected=\"--admin-keys FOLDER beside --admin\"");
+        return TD_ERR_INVALID;
+    }
     TD_TRY(start_model(app));
     if (keys != NULL) {
         TD_TRY(rtr_auth_load(keys, &app->auth));
@@ -131,7 +140,8 @@ static td_status_t start(app_t *app)
     http.loop = app->loop;
     http.workers = app->workers;
     TD_TRY(rtr_http_create(&http, &app->http));
-    TD_LOG_INFO("serving", "http=%s model=%s", rtr_http_address(app->http), app->model.name);
+    TD_LOG_INFO("serving", "http=%s model=%s admin=%s", rtr_http_address(app->http),
+                app->model.name, rtr_loop_admin_endpoint(app->loop));
     td_proc_announce(&app->proc, rtr_http_address(app->http));
     return TD_OK;
 }

@@ -300,6 +300,27 @@ void rtr_drafters_remember(rtr_drafters_t *ds, const td_msg_draft_history_t *his
     td_metric_set(ds->config.metrics->drafts.entries, td_draft_stats_count(ds->stats));
 }
 
+const td_draft_stats_t *rtr_drafters_stats(const rtr_drafters_t *ds)
+{
+    return ds->stats;
+}
+
+uint64_t rtr_drafters_reports(const rtr_drafters_t *ds)
+{
+    return ds->reports;
+}
+
+uint32_t rtr_drafters_explore(const rtr_drafters_t *ds)
+{
+    return ds->config.explore_percent;
+}
+
+void rtr_drafters_set_explore(rtr_drafters_t *ds, uint32_t percent)
+{
+    TD_ASSERT(percent <= 100);
+    ds->config.explore_percent = percent;
+}
+
 /* --- what it shows ---------------------------------------------------------------------------- */
 
 static td_status_t write_numbers(const char *name, const double *values, td_str_t *out)

@@ -67,6 +67,12 @@ uint32_t rtr_drafters_class(const rtr_drafters_t *ds, uint64_t tenant, uint64_t 
                             rtr_prompt_class_t by_tokens);
 /** What a node knows of the time before this router began. */
 void rtr_drafters_remember(rtr_drafters_t *ds, const td_msg_draft_history_t *history);
+/** What is known, for who reads it all; the reports taken since the start; the policy. */
+const td_draft_stats_t *rtr_drafters_stats(const rtr_drafters_t *ds);
+uint64_t rtr_drafters_reports(const rtr_drafters_t *ds);
+uint32_t rtr_drafters_explore(const rtr_drafters_t *ds);
+/** percent: 0 to 100. */
+void rtr_drafters_set_explore(rtr_drafters_t *ds, uint32_t percent);
 /** Refreshes what the next two show. */
 void rtr_drafters_tick(rtr_drafters_t *ds);
 /** Appends what is known, as JSON. */

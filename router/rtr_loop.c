@@ -4,6 +4,7 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/base/td_ring.h"
+#include "router/rtr_admin.h"
 
 #define MESSAGES_PER_STEP 512u
 #define REQUESTS_PER_STEP 256u
@@ -17,8 +18,29 @@ struct rtr_loop {
     rtr_registry_t *registry;
     rtr_drafters_t *drafters;
     rtr_tickets_t *tickets;
+    rtr_events_t *events;
+    rtr_admin_t *admin;      /* NULL: there is none */
     atomic_bool gone_marked; /* release: a request's mark precedes it; acquire: the loop looks */
 };
+
+static td_status_t open_admin(rtr_loop_t *loop)
+{
+    const rtr_loop_config_t *c = &loop->config;
+    const rtr_admin_config_t admin = {.endpoint = c->admin_endpoint,
+                                      .folder = c->admin_keys,
+                                      .bus = c->bus,
+                                      .registry = loop->registry,
+                                      .tickets = loop->tickets,
+                                      .drafters = loop->drafters,
+                                      .hints = loop->hints,
+                                      .events = loop->events,
+                                      .metrics = c->metrics,
+                                      .model = c->model,
+                                      .kv_codec = c->kv_codec,
+                                      .block_tokens = c->block_tokens};
+
+    return c->admin_endpoint == NULL ? TD_OK : rtr_admin_create(&admin, &loop->admin);
+}
 
 static void on_node_down(void *ctx, uint32_t slot)
 {
@@ -63,6 +85,10 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
         status = rtr_hints_create(RTR_HINTS_MAX_DEFAULT, &loop->hints);
     }
     if (status == TD_OK) {
+        status = rtr_events_create(&loop->events);
+    }
+    if (status == TD_OK) {
+        registry.events = loop->events;
         status = rtr_registry_create(&registry, &loop->registry);
     }
     if (status == TD_OK) {
@@ -72,7 +98,11 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
         tickets.drafters = loop->drafters;
         tickets.registry = loop->registry;
         tickets.hints = loop->hints;
+        tickets.events = loop->events;
         status = rtr_tickets_create(&tickets, &loop->tickets);
+    }
+    if (status == TD_OK) {
+        status = open_admin(loop);
     }
     if (status != TD_OK) {
         rtr_loop_destroy(loop);
@@ -104,10 +134,12 @@ void rtr_loop_destroy(rtr_loop_t *loop)
     if (loop->tickets != NULL) {
         drain_inbox(loop, RTR_INBOX_MAX);
     }
+    rtr_admin_destroy(loop->admin);
     rtr_tickets_destroy(loop->tickets);
     rtr_registry_destroy(loop->registry);
     rtr_drafters_destroy(loop->drafters);
     rtr_hints_destroy(loop->hints);
+    rtr_events_destroy(loop->events);
     if (loop->inbox != NULL) {
         td_ring_destroy(loop->inbox);
     }
@@ -150,7 +182,8 @@ static void drain_messages(rtr_loop_t *loop)
             return;
         }
         if (!rtr_registry_handle(loop->registry, &msg) &&
-            !rtr_tickets_handle(loop->tickets, &msg) && !handle_history(loop, &msg)) {
+            !rtr_tickets_handle(loop->tickets, &msg) && !handle_history(loop, &msg) &&
+            !(loop->admin != NULL && rtr_admin_handle(loop->admin, &msg))) {
             TD_LOG_DEBUG("message not for a router", "type=%d from=%s", (int)msg.type,
                          msg.sender_id);
         }
@@ -160,14 +193,23 @@ static void drain_messages(rtr_loop_t *loop)
 
 bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
 {
-    int fds[3] = {td_ring_fd(loop->inbox), rtr_gone_fd(loop->config.gone), signal_fd};
-    bool readable[3] = {false, false, false};
+    int fds[3 + RTR_ADMIN_FDS] = {td_ring_fd(loop->inbox), rtr_gone_fd(loop->config.gone)};
+    bool readable[3 + RTR_ADMIN_FDS] = {false};
+    uint32_t count = 2;
     bool gone = false;
+
+    if (signal_fd >= 0) {
+        fds[count++] = signal_fd;
+    }
+    if (loop->admin != NULL) {
+        rtr_admin_fds(loop->admin, fds + count);
+        count += RTR_ADMIN_FDS;
+    }
 
     if (rtr_tickets_running(loop->tickets) > 0) {
         timeout_ms = TD_MIN(timeout_ms, BUSY_TICK_MS);
     }
-    td_bus_wait(loop->config.bus, fds, signal_fd >= 0 ? 3 : 2, timeout_ms, readable);
+    td_bus_wait(loop->config.bus, fds, count, timeout_ms, readable);
     drain_messages(loop);
     if (readable[0]) {
         drain_inbox(loop, REQUESTS_PER_STEP);
@@ -179,7 +221,10 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
     rtr_registry_tick(loop->registry);
     rtr_tickets_tick(loop->tickets);
     rtr_drafters_tick(loop->drafters);
-    return readable[2];
+    if (loop->admin != NULL) {
+        rtr_admin_step(loop->admin);
+    }
+    return signal_fd >= 0 && readable[2];
 }
 
 void rtr_loop_drain(rtr_loop_t *loop, uint32_t drain_ms)
@@ -208,4 +253,9 @@ rtr_tickets_t *rtr_loop_tickets(rtr_loop_t *loop)
 rtr_drafters_t *rtr_loop_drafters(rtr_loop_t *loop)
 {
     return loop->drafters;
+}
+
+const char *rtr_loop_admin_endpoint(const rtr_loop_t *loop)
+{
+    return loop->admin == NULL ? "" : rtr_admin_endpoint(loop->admin);
 }

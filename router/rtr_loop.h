@@ -26,6 +26,8 @@ typedef struct rtr_loop_config {
     uint32_t queue_ms;
     uint32_t request_timeout_ms;
     uint32_t draft_explore_percent;
+    const char *admin_endpoint; /* of the admin RPC; NULL: there is none */
+    const char *admin_keys;     /* its folder of keys */
 } rtr_loop_config_t;
 
 typedef struct rtr_loop rtr_loop_t;
@@ -44,3 +46,5 @@ void rtr_loop_drain(rtr_loop_t *loop, uint32_t drain_ms);
 rtr_registry_t *rtr_loop_registry(rtr_loop_t *loop);
 rtr_tickets_t *rtr_loop_tickets(rtr_loop_t *loop);
 rtr_drafters_t *rtr_loop_drafters(rtr_loop_t *loop);
+/** Where the admin RPC is bound; "" where there is none. */
+const char *rtr_loop_admin_endpoint(const rtr_loop_t *loop);

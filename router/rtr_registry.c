@@ -143,19 +143,29 @@ static bool is_listed(const rtr_node_t *node)
            (node->role != TD_ROLE_KVSTORE || node->store_master || node->block_count > 0);
 }
 
+const rtr_node_t *rtr_registry_store_master(const rtr_registry_t *reg)
+{
+    const rtr_node_t *master = NULL;
+
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        const rtr_node_t *node = &reg->nodes[i];
+        if (node->live && node->store_master &&
+            (master == NULL || node->store_term > master->store_term)) {
+            master = node;
+        }
+    }
+    return master;
+}
+
 static uint32_t list_peers(rtr_registry_t *reg)
 {
+    const rtr_node_t *master = rtr_registry_store_master(reg);
     uint32_t count = 0;
-    uint32_t master = RTR_PLACE_NONE;
 
     for (uint32_t i = 0; i < reg->slots; i++) {
         const rtr_node_t *node = &reg->nodes[i];
         if (!is_listed(node)) {
             continue;
-        }
-        if (node->store_master &&
-            (master == RTR_PLACE_NONE || node->store_term > reg->nodes[master].store_term)) {
-            master = i;
         }
         reg->peers[count++] = (td_msg_peer_t){
             .id = node->id,
@@ -173,7 +183,7 @@ static uint32_t list_peers(rtr_registry_t *reg)
         reg->slot_of_peer[count - 1] = i;
     }
     for (uint32_t at = 0; at < count; at++) {
-        reg->peers[at].store_master = reg->slot_of_peer[at] == master;
+        reg->peers[at].store_master = &reg->nodes[reg->slot_of_peer[at]] == master;
     }
     return count;
 }
@@ -208,6 +218,7 @@ static void end_life(rtr_registry_t *reg, uint32_t slot, const char *why)
     rtr_node_t *node = &reg->nodes[slot];
 
     TD_LOG_WARN("node down", "node=%s role=%s why=\"%s\"", node->id, td_role_name(node->role), why);
+    rtr_events_add(reg->config.events, RTR_EVENT_NODE_DOWN, node->id, "", why);
     node->live = false;
     td_metric_add(reg->config.metrics->node_deaths, 1);
     count_live(reg);
@@ -423,12 +434,15 @@ static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t 
         *replaced_out = node->live;
         td_str_fini(&node->ucx_address);
         td_str_fini(&node->ucx_rkey);
-        *node = (rtr_node_t){.ahead_tokens = node->ahead_tokens,
+        *node = (rtr_node_t){.drained = node->drained,
+                             .ahead_tokens = node->ahead_tokens,
                              .prefills = node->prefills,
                              .sequences = node->sequences,
                              .promised_blocks = node->promised_blocks};
         TD_LOG_INFO("node up", "node=%s role=%s endpoint=%s replaces_live=%d", r->self.id,
                     td_role_name(r->self.role), r->self.endpoint, (int)*replaced_out);
+        rtr_events_add(reg->config.events, RTR_EVENT_NODE_UP, r->self.id, "",
+                       td_role_name(r->self.role));
     }
     TD_TRY(td_bus_connect(reg->config.bus, r->self.id, r->self.endpoint, r->self.incarnation));
     TD_TRY(keep_register(node, r));
@@ -489,6 +503,10 @@ static void handle_heartbeat(rtr_registry_t *reg, const td_msg_t *msg)
         (void)!td_bus_send(reg->config.bus, msg->sender_id, &answer);
         return;
     }
+    if (msg->u.heartbeat.draining && !reg->nodes[slot].beat.draining) {
+        TD_LOG_INFO("node drains", "node=%s", msg->sender_id);
+        rtr_events_add(reg->config.events, RTR_EVENT_NODE_DRAINS, msg->sender_id, "", "");
+    }
     reg->nodes[slot].beat = msg->u.heartbeat;
     reg->nodes[slot].seen_ns = td_now_ns();
 }
@@ -529,9 +547,9 @@ static td_status_t page_rows(rtr_registry_t *reg, uint64_t now, td_str_t *out)
             "<tr><td>%s</td><td>%s</td><td>%s</td><td>%016" PRIx64 "</td><td>%s</td>"
             "<td>%" PRIu64 "</td><td>%u / %u</td><td>%u</td><td>%u</td><td>%" PRIu64 "</td></tr>\n",
             n->id, td_role_name(n->role),
-            !n->live           ? "dead"
-            : n->beat.draining ? "draining"
-                               : "live",
+            !n->live                         ? "dead"
+            : n->drained || n->beat.draining ? "draining"
+                                             : "live",
             n->incarnation, n->endpoint, (uint64_t)((now - n->seen_ns) / TD_NS_PER_MS),
             n->beat.free_blocks, n->beat.total_blocks, n->prefills, n->sequences, n->ahead_tokens));
     }

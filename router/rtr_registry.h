@@ -11,6 +11,7 @@
 
 #include "common/kv/td_attention_mask.h"
 #include "common/wire/td_bus.h"
+#include "router/rtr_events.h"
 #include "router/rtr_hints.h"
 #include "router/rtr_metrics.h"
 #include "router/rtr_placement.h"
@@ -18,6 +19,7 @@
 typedef struct rtr_node {
     bool known; /* the slot is taken, by a live or a dead life */
     bool live;
+    bool drained; /* by an operator: nothing new is placed there, whatever life it is in */
     char id[TD_MSG_ID_CHARS_MAX + 1];
     td_role_t role;
     uint64_t incarnation;
@@ -46,6 +48,7 @@ typedef struct rtr_node {
 typedef struct rtr_registry_config {
     td_bus_t *bus;
     rtr_metrics_t *metrics;
+    rtr_events_t *events;       /* NULL: nobody wants to know */
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
     const uint8_t *fingerprint; /* [32] of the router's own model file */
     uint32_t block_tokens;
@@ -71,6 +74,8 @@ rtr_node_t *rtr_registry_node(rtr_registry_t *reg, uint32_t slot);
 uint32_t rtr_registry_slots(const rtr_registry_t *reg);
 /** Its slot when that very life is live, else RTR_PLACE_NONE. */
 uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation);
+/** Of the store's live masters the one that is asked, or NULL. */
+const rtr_node_t *rtr_registry_store_master(const rtr_registry_t *reg);
 /** "" until a prefill or decode node is live. */
 const char *rtr_registry_numerics(const rtr_registry_t *reg);
 /** What a token of the live prefill and decode nodes sees. */

@@ -296,6 +296,7 @@ static void request_fail(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t ou
     rtr_error_set(&error, http, code, NULL, "%s", message);
     TD_LOG_INFO("request failed", "req=%s outcome=%s http=%d why=\"%s\"", req->request_id,
                 rtr_outcome_name(outcome), http, message);
+    rtr_events_add(ts->config.events, RTR_EVENT_REQUEST_FAILED, "", req->request_id, message);
     rtr_request_fail(req, outcome, &error, http == 429 || http == 503);
     request_drop(ts, req);
 }
@@ -376,20 +377,27 @@ static void request_complete(rtr_tickets_t *ts, rtr_request_t *req)
 
 /* --- placement -------------------------------------------------------------------------------- */
 
+void rtr_tickets_root(const rtr_tickets_t *ts, const void *salt, size_t salt_len,
+                      td_block_root_t *out)
+{
+    const td_block_root_fields_t fields = {.fingerprint = ts->config.fingerprint,
+                                           .numerics_class =
+                                               rtr_registry_numerics(ts->config.registry),
+                                           .layout_version = TD_KV_LAYOUT_VERSION,
+                                           .codec = ts->config.kv_codec,
+                                           .block_tokens = ts->config.block_tokens,
+                                           .adapter = "",
+                                           .salt = salt_len > 0 ? salt : "",
+                                           .salt_len = salt_len};
+
+    td_block_root_make(ts->config.secret, &fields, out);
+}
+
 static void ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
     const rtr_prompt_t *prompt = prompt_of(t);
-    const rtr_params_t *params = &t->req->params;
+    const td_str_t *salt = &t->req->params.cache_salt;
     uint32_t count = TD_MIN(prompt->count / ts->config.block_tokens, RTR_HINT_BLOCKS_MAX);
-    td_block_root_fields_t fields = {.fingerprint = ts->config.fingerprint,
-                                     .numerics_class = rtr_registry_numerics(ts->config.registry),
-                                     .layout_version = TD_KV_LAYOUT_VERSION,
-                                     .codec = ts->config.kv_codec,
-                                     .block_tokens = ts->config.block_tokens,
-                                     .adapter = "",
-                                     .salt =
-                                         params->cache_salt.len > 0 ? params->cache_salt.bytes : "",
-                                     .salt_len = params->cache_salt.len};
     td_block_root_t root;
 
     if (t->keys != NULL || count == 0) {
@@ -399,7 +407,7 @@ static void ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
     if (t->keys == NULL) {
         return; /* only the hints miss it */
     }
-    td_block_root_make(ts->config.secret, &fields, &root);
+    rtr_tickets_root(ts, salt->bytes, salt->len, &root);
     td_block_keys(&root, prompt->tokens, (size_t)count * ts->config.block_tokens,
                   ts->config.block_tokens, t->keys);
     t->key_count = count;
@@ -419,7 +427,8 @@ static bool node_allowed(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t
 {
     const char *pinned = pinned_of(t, role);
 
-    if (!node->live || node->beat.draining || node->role != role || rtr_slot_has(&t->tried, slot)) {
+    if (!node->live || node->drained || node->beat.draining || node->role != role ||
+        rtr_slot_has(&t->tried, slot)) {
         return false;
     }
     if (pinned[0] != '\0') {
@@ -739,6 +748,10 @@ static void ticket_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status
     attempt_undo(ts, t);
     if (has_begun(t)) {
         td_metric_add(ts->config.metrics->failovers, 1);
+        rtr_events_add(
+            ts->config.events, RTR_EVENT_FAILOVER,
+            culprit == RTR_PLACE_NONE ? "" : rtr_registry_node(ts->config.registry, culprit)->id,
+            t->req->request_id, what);
         t->queue_deadline_ns = td_now_ns() + ts->config.queue_ms * TD_NS_PER_MS;
     }
     memset(&t->tried, 0, sizeof(t->tried));

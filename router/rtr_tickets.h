@@ -25,6 +25,7 @@ typedef struct rtr_tickets_config {
     rtr_registry_t *registry;
     rtr_hints_t *hints;
     rtr_drafters_t *drafters;
+    rtr_events_t *events; /* NULL: nobody wants to know */
     rtr_metrics_t *metrics;
     const rtr_model_t *model;
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
@@ -50,5 +51,8 @@ void rtr_tickets_tick(rtr_tickets_t *ts);
 /** Ends the requests whose client has left. */
 void rtr_tickets_drop_gone(rtr_tickets_t *ts);
 void rtr_tickets_end_all(rtr_tickets_t *ts);
+/** Root of the block keys of a tenant's prompts, as the nodes have it. */
+void rtr_tickets_root(const rtr_tickets_t *ts, const void *salt, size_t salt_len,
+                      td_block_root_t *out);
 uint32_t rtr_tickets_running(const rtr_tickets_t *ts); /* requests */
 uint32_t rtr_tickets_queued(const rtr_tickets_t *ts);

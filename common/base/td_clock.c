@@ -18,6 +18,13 @@ uint64_t td_wall_s(void)
     return (uint64_t)time(NULL);
 }
 
+uint64_t td_wall_ms(void)
+{
+    struct timespec now;
+    (void)clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / TD_NS_PER_MS;
+}
+
 uint64_t td_remaining_ns(uint64_t deadline_ns)
 {
     uint64_t now = td_now_ns();

@@ -13,6 +13,8 @@
 uint64_t td_now_ns(void);
 /** Wall-clock time. Units: seconds since 1970-01-01 UTC. */
 uint64_t td_wall_s(void);
+/** The same. Units: ms. */
+uint64_t td_wall_ms(void);
 /** Time left until a deadline, 0 when it has passed. Units: ns. */
 uint64_t td_remaining_ns(uint64_t deadline_ns);
 /** Fills a buffer from the kernel's random source (ids, incarnations, seeds). */

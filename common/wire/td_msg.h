@@ -321,7 +321,10 @@ typedef struct td_msg_memo {
     const uint32_t *tokens;
 } td_msg_memo_t;
 
-#define TD_MSG_PIN_MAX 2u /* none, soft, hard */
+#define TD_MSG_PIN_NONE 0u
+#define TD_MSG_PIN_SOFT 1u
+#define TD_MSG_PIN_HARD 2u
+#define TD_MSG_PIN_MAX TD_MSG_PIN_HARD
 #define TD_MSG_MANIFEST_KEYS_MAX 1024u
 
 /** EVICT_ORDER. */

@@ -1,53 +1,12 @@
 #!/usr/bin/env python3
-"""The official OpenAI SDK against a cluster, with and without asyncio.
-
-Makes a virtual environment in build/venv from requirements.txt, once, and goes on inside it.
-"""
-import hashlib
+"""The official OpenAI SDK against a cluster, with and without asyncio."""
 import os
-import subprocess
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(os.path.dirname(HERE))
-REQUIREMENTS = os.path.join(HERE, "requirements.txt")
-VENV = os.path.join(ROOT, "build", "venv")
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import client_venv  # noqa: E402
 
-
-def enter_venv():
-    """Replaces this process by one whose Python has the SDK."""
-    python = os.path.join(VENV, "bin", "python3")
-    stamp = os.path.join(VENV, "requirements.sha256")
-    with open(REQUIREMENTS, "rb") as file:
-        want = hashlib.sha256(file.read() + sys.version.encode()).hexdigest()
-    try:
-        with open(stamp, encoding="utf-8") as file:
-            fresh = file.read() == want
-    except FileNotFoundError:
-        fresh = False
-    if not fresh:
-        print(f"installing {os.path.relpath(REQUIREMENTS, ROOT)} into build/venv", flush=True)
-        for command in ([sys.executable, "-m", "venv", "--clear", VENV],
-                        [python, "-m", "pip", "install", "--quiet",
-                         "--disable-pip-version-check", "-r", REQUIREMENTS]):
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  check=False)
-            if done.returncode != 0:
-                print(done.stdout.decode(errors="replace"))
-                print(f"failed: {' '.join(command)}\n"
-                      "These tests need the OpenAI SDK from a Python package index.")
-                print("[  FAILED  ] openai_sdk_installed")
-                sys.exit(1)
-        with open(stamp, "w", encoding="utf-8") as file:
-            file.write(want)
-    os.execv(python, [python, os.path.abspath(__file__), *sys.argv[1:]])
-
-
-if os.path.realpath(sys.prefix) != os.path.realpath(VENV):
-    enter_venv()
-
-os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
-sys.path.insert(0, os.path.dirname(HERE))
+client_venv.enter(__file__)
 
 import asyncio  # noqa: E402
 import concurrent.futures  # noqa: E402

@@ -1,0 +1,38 @@
+# Completion of tandemctl for bash: source this file, or put it into /etc/bash_completion.d.
+_tandemctl() {
+    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} i command='' nodes
+    local commands='status nodes drain undrain pin unpin evict speculation events keygen'
+    local options='--router --keys --json --watch --prompt --prompt-file --salt --key --soft --explore
+        --since --follow --help --version'
+    local -a asked=()
+
+    for ((i = 1; i < COMP_CWORD; i++)); do
+        case ${COMP_WORDS[i]} in
+        --keys | --router)
+            asked+=("${COMP_WORDS[i]}" "${COMP_WORDS[i + 1]}")
+            ((i++))
+            ;;
+        --watch | --prompt | --prompt-file | --salt | --key | --explore | --since) ((i++)) ;;
+        -*) ;;
+        *) command=${COMP_WORDS[i]} ;;
+        esac
+    done
+    case $before in
+    --keys) mapfile -t COMPREPLY < <(compgen -d -- "$word") ;;
+    --prompt-file | keygen) mapfile -t COMPREPLY < <(compgen -f -- "$word") ;;
+    --router | --watch | --prompt | --salt | --key | --explore | --since) COMPREPLY=() ;;
+    drain | undrain)
+        nodes=$("${COMP_WORDS[0]}" ${asked[@]+"${asked[@]}"} nodes 2>/dev/null |
+            awk 'NR > 1 && $2 != "kvstore" { print $1 }')
+        mapfile -t COMPREPLY < <(compgen -W "$nodes" -- "$word")
+        ;;
+    *)
+        if [[ $word == -* || -n $command ]]; then
+            mapfile -t COMPREPLY < <(compgen -W "$options" -- "$word")
+        else
+            mapfile -t COMPREPLY < <(compgen -W "$commands" -- "$word")
+        fi
+        ;;
+    esac
+}
+complete -F _tandemctl tandemctl

@@ -1,0 +1,476 @@
+#include <inttypes.h>
+#include <jansson.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "proto/admin.pb-c.h"
+#include "router/ctl.h"
+
+#define PB(type) Tandem__Admin__V1__##type
+#define COLUMNS_MAX 16
+#define CELL_MAX 96
+
+/* --- what is asked ---------------------------------------------------------------------------- */
+
+static char *lend(const char *text)
+{
+    return (char *)(uintptr_t)text;
+}
+
+static void fill_store(const ctl_request_t *r, PB(StoreRequest) * pb)
+{
+    pb->action = r->command == CTL_UNPIN   ? TANDEM__ADMIN__V1__STORE_ACTION__UNPIN
+                 : r->command == CTL_EVICT ? TANDEM__ADMIN__V1__STORE_ACTION__EVICT
+                 : r->soft                 ? TANDEM__ADMIN__V1__STORE_ACTION__PIN_SOFT
+                                           : TANDEM__ADMIN__V1__STORE_ACTION__PIN_HARD;
+    if (r->prompt != NULL) {
+        pb->prompt = lend(r->prompt);
+    }
+    if (r->salt != NULL) {
+        pb->cache_salt.data = (uint8_t *)lend(r->salt);
+        pb->cache_salt.len = strlen(r->salt);
+    }
+    pb->keys.data = (uint8_t *)(uintptr_t)r->keys;
+    pb->keys.len = r->key_count * CTL_KEY_BYTES;
+}
+
+uint8_t *ctl_encode(const ctl_request_t *r, uint64_t id, size_t *len_out)
+{
+    PB(Request) pb = TANDEM__ADMIN__V1__REQUEST__INIT;
+    PB(StatusRequest) status = TANDEM__ADMIN__V1__STATUS_REQUEST__INIT;
+    PB(NodesRequest) nodes = TANDEM__ADMIN__V1__NODES_REQUEST__INIT;
+    PB(DrainRequest) drain = TANDEM__ADMIN__V1__DRAIN_REQUEST__INIT;
+    PB(StoreRequest) store = TANDEM__ADMIN__V1__STORE_REQUEST__INIT;
+    PB(SpeculationRequest) speculation = TANDEM__ADMIN__V1__SPECULATION_REQUEST__INIT;
+    PB(SubscribeRequest) subscribe = TANDEM__ADMIN__V1__SUBSCRIBE_REQUEST__INIT;
+    uint8_t *bytes = NULL;
+
+    pb.id = id;
+    switch (r->command) {
+    case CTL_STATUS:
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_STATUS;
+        pb.status = &status;
+        break;
+    case CTL_NODES:
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_NODES;
+        pb.nodes = &nodes;
+        break;
+    case CTL_DRAIN:
+    case CTL_UNDRAIN:
+        drain.node = lend(r->node);
+        drain.drained = r->command == CTL_DRAIN;
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_DRAIN;
+        pb.drain = &drain;
+        break;
+    case CTL_SPECULATION:
+        speculation.set = r->set_explore;
+        speculation.explore_percent = r->explore_percent;
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_SPECULATION;
+        pb.speculation = &speculation;
+        break;
+    case CTL_EVENTS:
+        subscribe.since = r->since;
+        subscribe.lease_ms = r->lease_ms;
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_SUBSCRIBE;
+        pb.subscribe = &subscribe;
+        break;
+    default:
+        fill_store(r, &store);
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_STORE;
+        pb.store = &store;
+        break;
+    }
+    *len_out = protobuf_c_message_get_packed_size(&pb.base);
+    bytes = malloc(*len_out + 1);
+    if (bytes != NULL) {
+        (void)protobuf_c_message_pack(&pb.base, bytes);
+    }
+    return bytes;
+}
+
+/* --- tables ----------------------------------------------------------------------------------- */
+
+/* Cells of a table, printed once all widths are known. */
+typedef struct table {
+    char (*cells)[CELL_MAX];
+    size_t columns;
+    size_t count; /* cells; the first row is the heading */
+    size_t room;
+} table_t;
+
+static void cell(table_t *t, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+
+static void cell(table_t *t, const char *fmt, ...)
+{
+    va_list args;
+
+    if (t->count == t->room) {
+        const size_t room = t->room == 0 ? 256 : 2 * t->room;
+        void *cells = realloc(t->cells, room * sizeof(*t->cells));
+        if (cells == NULL) {
+            return; /* a shorter table */
+        }
+        t->cells = cells;
+        t->room = room;
+    }
+    va_start(args, fmt);
+    (void)vsnprintf(t->cells[t->count++], CELL_MAX, fmt, args);
+    va_end(args);
+}
+
+static void head(table_t *t, const char *const *names)
+{
+    for (t->columns = 0; names[t->columns] != NULL; t->columns++) {
+        cell(t, "%s", names[t->columns]);
+    }
+}
+
+static void print_table(table_t *t, FILE *out)
+{
+    size_t widths[COLUMNS_MAX] = {0};
+
+    for (size_t i = 0; i < t->count; i++) {
+        const size_t len = strlen(t->cells[i]);
+        size_t *width = &widths[i % t->columns];
+        *width = len > *width ? len : *width;
+    }
+    for (size_t i = 0; i < t->count; i++) {
+        const bool last = i % t->columns + 1 == t->columns;
+        (void)fprintf(out, "%-*s%s", last ? 0 : (int)widths[i % t->columns], t->cells[i],
+                      last ? "\n" : "  ");
+    }
+    free(t->cells);
+}
+
+/* --- JSON ------------------------------------------------------------------------------------- */
+
+/* What an object could not take for want of memory is missing in it; jansson frees it. */
+static void put(json_t *object, const char *name, json_t *value)
+{
+    (void)json_object_set_new(object, name, value);
+}
+
+static void put_text(json_t *object, const char *name, const char *text)
+{
+    put(object, name, json_string_nocheck(text));
+}
+
+static void put_count(json_t *object, const char *name, uint64_t count)
+{
+    put(object, name, json_integer((json_int_t)count));
+}
+
+/* As text: JSON readers lose digits of such numbers. */
+static void put_hex(json_t *object, const char *name, uint64_t value)
+{
+    char text[17];
+    (void)snprintf(text, sizeof(text), "%016" PRIx64, value);
+    put_text(object, name, text);
+}
+
+static void put_reals(json_t *object, const char *name, const double *values, size_t count)
+{
+    json_t *array = json_array();
+    for (size_t i = 0; i < count; i++) {
+        (void)json_array_append_new(array, json_real(values[i]));
+    }
+    put(object, name, array);
+}
+
+static void print_json(json_t *object, FILE *out)
+{
+    char *text = json_dumps(object, JSON_COMPACT);
+    if (text != NULL) {
+        (void)fprintf(out, "%s\n", text);
+        (void)fflush(out);
+    }
+    free(text);
+    json_decref(object);
+}
+
+/* --- answers ---------------------------------------------------------------------------------- */
+
+static void show_status(const PB(Status) * s, bool json, FILE *out)
+{
+    static const char *const names[] = {"what", "", NULL};
+    json_t *object = json ? json_object() : NULL;
+    json_t *requests = json ? json_object() : NULL;
+    table_t t = {0};
+
+    if (json) {
+        put_text(object, "version", s->version);
+        put_text(object, "model", s->model);
+        put_text(object, "numerics_class", s->numerics_class);
+        put_text(object, "kv_codec", s->kv_codec);
+        put_count(object, "block_tokens", s->block_tokens);
+        put_count(object, "context_max", s->context_max);
+        put_count(object, "uptime_ms", s->uptime_ms);
+        put_count(object, "requests_running", s->requests_running);
+        put_count(object, "prompts_queued", s->prompts_queued);
+        for (size_t i = 0; i < s->n_requests; i++) {
+            put_count(requests, s->requests[i]->name, s->requests[i]->count);
+        }
+        put(object, "requests", requests);
+        put_count(object, "retries", s->retries);
+        put_count(object, "failovers", s->failovers);
+        put_count(object, "hint_blocks", s->hint_blocks);
+        put_count(object, "prompt_tokens", s->prompt_tokens);
+        put_count(object, "cached_tokens", s->cached_tokens);
+        put_count(object, "completion_tokens", s->completion_tokens);
+        print_json(object, out);
+        return;
+    }
+    head(&t, names);
+    cell(&t, "version");
+    cell(&t, "%s", s->version);
+    cell(&t, "model");
+    cell(&t, "%s", s->model);
+    cell(&t, "numerics, codec");
+    cell(&t, "%s, %s", s->numerics_class, s->kv_codec);
+    cell(&t, "block, context");
+    cell(&t, "%u, %u tokens", s->block_tokens, s->context_max);
+    cell(&t, "up for");
+    cell(&t, "%.1f s", (double)s->uptime_ms / 1000);
+    cell(&t, "running, queued");
+    cell(&t, "%u, %u", s->requests_running, s->prompts_queued);
+    for (size_t i = 0; i < s->n_requests; i++) {
+        if (s->requests[i]->count > 0) {
+            cell(&t, "requests %s", s->requests[i]->name);
+            cell(&t, "%" PRIu64, s->requests[i]->count);
+        }
+    }
+    cell(&t, "retries, failovers");
+    cell(&t, "%" PRIu64 ", %" PRIu64, s->retries, s->failovers);
+    cell(&t, "blocks known of");
+    cell(&t, "%" PRIu64, s->hint_blocks);
+    cell(&t, "prompt tokens");
+    cell(&t, "%" PRIu64 " (%" PRIu64 " cached)", s->prompt_tokens, s->cached_tokens);
+    cell(&t, "completion tokens");
+    cell(&t, "%" PRIu64, s->completion_tokens);
+    print_table(&t, out);
+}
+
+static const char *state_name(PB(NodeState) state)
+{
+    return state == TANDEM__ADMIN__V1__NODE_STATE__LIVE       ? "live"
+           : state == TANDEM__ADMIN__V1__NODE_STATE__DRAINING ? "draining"
+                                                              : "dead";
+}
+
+static json_t *node_json(const PB(Node) * n)
+{
+    json_t *o = json_object();
+    json_t *drafters = json_array();
+
+    put_text(o, "id", n->id);
+    put_text(o, "role", n->role);
+    put_text(o, "state", state_name(n->state));
+    put(o, "drained", json_boolean(n->drained));
+    put_hex(o, "incarnation", n->incarnation);
+    put_text(o, "endpoint", n->endpoint);
+    put_text(o, "http", n->http);
+    put_count(o, "silent_ms", n->silent_ms);
+    put_count(o, "free_blocks", n->free_blocks);
+    put_count(o, "total_blocks", n->total_blocks);
+    put_count(o, "prefills", n->prefills);
+    put_count(o, "sequences", n->sequences);
+    put_count(o, "ahead_tokens", n->ahead_tokens);
+    put_count(o, "promised_blocks", n->promised_blocks);
+    put_count(o, "tokens_per_s", n->tokens_per_s);
+    put(o, "store_master", json_boolean(n->store_master));
+    for (size_t i = 0; i < n->n_drafters; i++) {
+        (void)json_array_append_new(drafters, json_string_nocheck(n->drafters[i]));
+    }
+    put(o, "drafters", drafters);
+    return o;
+}
+
+static void show_nodes(const PB(Nodes) * nodes, bool json, FILE *out)
+{
+    static const char *const names[] = {"node",      "role",   "state", "silent ms", "free",
+                                        "blocks",    "prefills", "ahead", "sequences", "promised",
+                                        "tokens/s", "endpoint", NULL};
+    json_t *object = json ? json_object() : NULL;
+    json_t *array = json ? json_array() : NULL;
+    table_t t = {0};
+
+    head(&t, names);
+    for (size_t i = 0; i < nodes->n_nodes; i++) {
+        const PB(Node) *n = nodes->nodes[i];
+        if (json) {
+            (void)json_array_append_new(array, node_json(n));
+            continue;
+        }
+        cell(&t, "%s", n->id);
+        cell(&t, "%s%s", n->role, n->store_master ? " (master)" : "");
+        cell(&t, "%s%s", state_name(n->state), n->drained ? " (by order)" : "");
+        cell(&t, "%" PRIu64, n->silent_ms);
+        cell(&t, "%u", n->free_blocks);
+        cell(&t, "%u", n->total_blocks);
+        cell(&t, "%u", n->prefills);
+        cell(&t, "%" PRIu64, n->ahead_tokens);
+        cell(&t, "%u", n->sequences);
+        cell(&t, "%" PRIu64, n->promised_blocks);
+        cell(&t, "%" PRIu64, n->tokens_per_s);
+        cell(&t, "%s", n->endpoint);
+    }
+    if (json) {
+        free(t.cells);
+        put(object, "nodes", array);
+        print_json(object, out);
+        return;
+    }
+    print_table(&t, out);
+}
+
+static void show_store(const PB(StoreResult) * r, bool json, FILE *out)
+{
+    json_t *object = json ? json_object() : NULL;
+    json_t *array = json ? json_array() : NULL;
+    size_t done = 0;
+
+    for (size_t i = 0; i < r->n_statuses; i++) {
+        done += r->statuses[i] == 0;
+        if (json) {
+            json_t *o = json_object();
+            char hex[2 * CTL_KEY_BYTES + 1] = "";
+            for (size_t k = 0; k < CTL_KEY_BYTES && (i + 1) * CTL_KEY_BYTES <= r->keys.len; k++) {
+                (void)snprintf(hex + 2 * k, 3, "%02x", r->keys.data[i * CTL_KEY_BYTES + k]);
+            }
+            put_text(o, "key", hex);
+            put_text(o, "status", i < r->n_texts ? r->texts[i] : "");
+            (void)json_array_append_new(array, o);
+        }
+    }
+    if (json) {
+        put_count(object, "done", done);
+        put(object, "blocks", array);
+        print_json(object, out);
+        return;
+    }
+    (void)fprintf(out, "%zu of %zu blocks done\n", done, r->n_statuses);
+    for (size_t i = 0; i < r->n_statuses && i < r->n_texts; i++) {
+        if (r->statuses[i] != 0) {
+            (void)fprintf(out, "block %zu: %s\n", i, r->texts[i]);
+        }
+    }
+}
+
+static void show_speculation(const PB(Speculation) * s, bool json, FILE *out)
+{
+    static const char *const names[] = {"tenant",        "class",        "drafter", "tokens/step",
+                                        "tokens/s", "1st accepted", NULL};
+    json_t *object = json ? json_object() : NULL;
+    json_t *array = json ? json_array() : NULL;
+    table_t t = {0};
+
+    head(&t, names);
+    for (size_t i = 0; i < s->n_entries; i++) {
+        const PB(DraftEntry) *e = s->entries[i];
+        const double first = e->n_drafted > 0 && e->n_accepted > 0 && e->drafted[0] > 0
+                                 ? e->accepted[0] / e->drafted[0]
+                                 : 0;
+        if (json) {
+            json_t *o = json_object();
+            put_hex(o, "tenant", e->tenant);
+            put_text(o, "class", e->prompt_class);
+            put_text(o, "drafter", e->drafter);
+            put(o, "tokens_per_step", json_real(e->tokens_per_step));
+            put(o, "tokens_per_s", json_real(e->tokens_per_s));
+            put_reals(o, "steps", e->steps, e->n_steps);
+            put_reals(o, "drafted", e->drafted, e->n_drafted);
+            put_reals(o, "accepted", e->accepted, e->n_accepted);
+            (void)json_array_append_new(array, o);
+            continue;
+        }
+        cell(&t, "%016" PRIx64, e->tenant);
+        cell(&t, "%s", e->prompt_class);
+        cell(&t, "%s", e->drafter);
+        cell(&t, "%.2f", e->tokens_per_step);
+        cell(&t, "%.1f", e->tokens_per_s);
+        cell(&t, "%.0f %%", 100 * first);
+    }
+    if (json) {
+        free(t.cells);
+        put_count(object, "explore_percent", s->explore_percent);
+        put_count(object, "reports", s->reports);
+        put(object, "entries", array);
+        print_json(object, out);
+        return;
+    }
+    (void)fprintf(out, "explores %u %% of open requests; %" PRIu64 " reports\n", s->explore_percent,
+                  s->reports);
+    print_table(&t, out);
+}
+
+static void show_event(const PB(Event) * e, bool json, FILE *out)
+{
+    const time_t seconds = (time_t)(e->time_ms / 1000);
+    struct tm utc;
+    char when[32] = "";
+
+    if (json) {
+        json_t *o = json_object();
+        put_count(o, "number", e->number);
+        put_count(o, "time_ms", e->time_ms);
+        put_text(o, "kind", e->kind);
+        put_text(o, "node", e->node);
+        put_text(o, "request", e->request);
+        put_text(o, "text", e->text);
+        print_json(o, out);
+        return;
+    }
+    if (gmtime_r(&seconds, &utc) != NULL) {
+        (void)strftime(when, sizeof(when), "%Y-%m-%dT%H:%M:%S", &utc);
+    }
+    (void)fprintf(out, "%6" PRIu64 "  %s.%03uZ  %-14s  %s%s%s  %s\n", e->number, when,
+                  (unsigned)(e->time_ms % 1000), e->kind, e->node, e->node[0] != '\0' ? " " : "",
+                  e->request, e->text);
+    (void)fflush(out);
+}
+
+static uint64_t show_events(const PB(Events) * events, bool json, FILE *out, FILE *err)
+{
+    uint64_t newest = 0;
+
+    if (events->missed > 0) {
+        (void)fprintf(err, "%" PRIu64 " older events are not kept any more\n", events->missed);
+    }
+    for (size_t i = 0; i < events->n_events; i++) {
+        show_event(events->events[i], json, out);
+        newest = events->events[i]->number;
+    }
+    return newest;
+}
+
+ctl_shown_t ctl_show(const uint8_t *bytes, size_t len, bool json, FILE *out, FILE *err)
+{
+    PB(Reply) *reply = tandem__admin__v1__reply__unpack(NULL, len, bytes);
+    ctl_shown_t shown = {0};
+
+    if (reply == NULL) {
+        (void)fprintf(err, "tandemctl: what came is no Reply: is this a router's admin RPC?\n");
+        shown.exit_code = 1;
+        return shown;
+    }
+    if (reply->code != TANDEM__ADMIN__V1__CODE__OK) {
+        (void)fprintf(err, "tandemctl: %s\n", reply->error);
+        shown.exit_code = 1;
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_STATUS) {
+        show_status(reply->status, json, out);
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_NODES) {
+        show_nodes(reply->nodes, json, out);
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_STORE) {
+        show_store(reply->store, json, out);
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_SPECULATION) {
+        show_speculation(reply->speculation, json, out);
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_EVENTS) {
+        shown.newest = show_events(reply->events, json, out, err);
+    } else {
+        (void)fputs(json ? "{}\n" : "done\n", out);
+    }
+    tandem__admin__v1__reply__free_unpacked(reply, NULL);
+    return shown;
+}

@@ -1,0 +1,46 @@
+/* rtr_admin.h - the admin RPC (proto/admin.proto): what operators ask and order, answered from the
+ * loop's own state. What the store has to be asked comes back later, by its message. Everything is
+ * bounded: a request's bytes, those that wait, subscribers. Threads: loop. */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "router/rtr_events.h"
+#include "router/rtr_registry.h"
+#include "router/rtr_tickets.h"
+
+#define RTR_ADMIN_ASKS_MAX 32u        /* that wait for the store; past it: busy */
+#define RTR_ADMIN_SUBSCRIBERS_MAX 16u /* past it: busy */
+#define RTR_ADMIN_ENTRIES_MAX 256u    /* of what drafts were worth, in a reply */
+#define RTR_ADMIN_EVENTS_MAX 128u     /* in a reply */
+#define RTR_ADMIN_KEYS_MAX 4096u      /* blocks of an order to the store */
+#define RTR_ADMIN_FDS 2u
+
+typedef struct rtr_admin_config {
+    const char *endpoint; /* ZeroMQ endpoint to bind */
+    const char *folder;   /* of keys, see rtr_admin_socket.h */
+    td_bus_t *bus;
+    rtr_registry_t *registry;
+    rtr_tickets_t *tickets;
+    rtr_drafters_t *drafters;
+    rtr_hints_t *hints;
+    rtr_events_t *events;
+    const rtr_metrics_t *metrics;
+    const rtr_model_t *model;
+    const char *kv_codec;
+    uint32_t block_tokens;
+} rtr_admin_config_t;
+
+typedef struct rtr_admin rtr_admin_t;
+
+/** Errors: as rtr_admin_socket_open(). */
+TD_MUST_CHECK td_status_t rtr_admin_create(const rtr_admin_config_t *config, rtr_admin_t **out);
+void rtr_admin_destroy(rtr_admin_t *admin); /* NULL is allowed */
+const char *rtr_admin_endpoint(const rtr_admin_t *admin);
+/** Descriptors to wait for. */
+void rtr_admin_fds(const rtr_admin_t *admin, int out[RTR_ADMIN_FDS]);
+/** Takes what clients sent, a bounded part of it, and tells subscribers what is new. */
+void rtr_admin_step(rtr_admin_t *admin);
+/** True when the message answers what was asked for a client. */
+bool rtr_admin_handle(rtr_admin_t *admin, const td_msg_t *msg);

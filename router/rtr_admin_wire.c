@@ -1,0 +1,616 @@
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+#include "proto/admin.pb-c.h"
+#include "router/rtr_admin.h"
+#include "router/rtr_admin_socket.h"
+
+#define PB(type) Tandem__Admin__V1__##type
+#define CODE(name) TANDEM__ADMIN__V1__CODE__##name
+#define REQUESTS_PER_STEP 32u
+#define STORE_MS 2000u
+#define LEASE_MS_MIN 1000u
+#define LEASE_MS_MAX 600000u
+
+/* An order that the store has been given. */
+typedef struct ask {
+    uint64_t request; /* names it to the store; 0: the place is free */
+    uint64_t id;      /* the client's */
+    rtr_admin_name_t from;
+    uint64_t deadline_ns;
+} ask_t;
+
+typedef struct subscriber {
+    uint64_t until_ns; /* 0: the place is free */
+    uint64_t id;
+    uint64_t next; /* number of the event that it gets next */
+    rtr_admin_name_t from;
+} subscriber_t;
+
+struct rtr_admin {
+    rtr_admin_config_t config;
+    rtr_admin_socket_t *socket;
+    uint64_t started_ns;
+    td_str_t body; /* scratch */
+    td_str_t out;  /* scratch */
+    ask_t asks[RTR_ADMIN_ASKS_MAX];
+    subscriber_t subscribers[RTR_ADMIN_SUBSCRIBERS_MAX];
+};
+
+td_status_t rtr_admin_create(const rtr_admin_config_t *config, rtr_admin_t **out)
+{
+    rtr_admin_t *a = td_calloc(1, sizeof(*a));
+    td_status_t status = TD_ERR_NO_MEMORY;
+
+    if (a == NULL) {
+        return status;
+    }
+    a->config = *config;
+    a->started_ns = td_now_ns();
+    status = rtr_admin_socket_open(config->endpoint, config->folder, &a->socket);
+    if (status != TD_OK) {
+        rtr_admin_destroy(a);
+        return status;
+    }
+    *out = a;
+    return TD_OK;
+}
+
+void rtr_admin_destroy(rtr_admin_t *a)
+{
+    if (a == NULL) {
+        return;
+    }
+    rtr_admin_socket_close(a->socket);
+    td_str_fini(&a->body);
+    td_str_fini(&a->out);
+    td_free(a);
+}
+
+const char *rtr_admin_endpoint(const rtr_admin_t *a)
+{
+    return rtr_admin_socket_endpoint(a->socket);
+}
+
+void rtr_admin_fds(const rtr_admin_t *a, int out[RTR_ADMIN_FDS])
+{
+    rtr_admin_socket_fds(a->socket, out);
+}
+
+/* --- replies ---------------------------------------------------------------------------------- */
+
+/* protobuf-c has no const; it only reads what is packed. */
+static char *lend(const char *text)
+{
+    return (char *)(uintptr_t)text;
+}
+
+/* False: the client is gone, or does not read. */
+static bool send_reply(rtr_admin_t *a, const rtr_admin_name_t *to, PB(Reply) * reply)
+{
+    const size_t len = protobuf_c_message_get_packed_size(&reply->base);
+    td_status_t status = TD_ERR_NO_MEMORY;
+    uint8_t *bytes = td_calloc(1, len + 1);
+
+    if (bytes != NULL) {
+        (void)protobuf_c_message_pack(&reply->base, bytes);
+        status = rtr_admin_socket_send(a->socket, to, bytes, len);
+        td_free(bytes);
+    }
+    if (status != TD_OK) {
+        TD_LOG_WARN("admin reply not sent", "status=%s bytes=%zu", td_status_name(status), len);
+    }
+    return status == TD_OK;
+}
+
+static void send_error(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id, PB(Code) code,
+                       const char *error)
+{
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+
+    reply.id = id;
+    reply.code = code;
+    reply.error = lend(error);
+    (void)send_reply(a, to, &reply);
+}
+
+static void send_done(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id)
+{
+    send_error(a, to, id, CODE(OK), "");
+}
+
+/* --- status and nodes ------------------------------------------------------------------------- */
+
+static void answer_status(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id)
+{
+    const rtr_admin_config_t *c = &a->config;
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+    PB(Status) s = TANDEM__ADMIN__V1__STATUS__INIT;
+    PB(Count) counts[RTR_OUTCOME_COUNT];
+    PB(Count) *list[RTR_OUTCOME_COUNT];
+
+    for (uint32_t i = 0; i < RTR_OUTCOME_COUNT; i++) {
+        tandem__admin__v1__count__init(&counts[i]);
+        counts[i].name = lend(rtr_outcome_name((rtr_outcome_t)i));
+        counts[i].count = td_metric_get(c->metrics->requests[i]);
+        list[i] = &counts[i];
+    }
+    s.version = lend(TD_VERSION);
+    s.model = lend(c->model->name);
+    s.numerics_class = lend(rtr_registry_numerics(c->registry));
+    s.kv_codec = lend(c->kv_codec);
+    s.block_tokens = c->block_tokens;
+    s.context_max = c->model->context_max;
+    s.uptime_ms = (td_now_ns() - a->started_ns) / TD_NS_PER_MS;
+    s.requests_running = rtr_tickets_running(c->tickets);
+    s.prompts_queued = rtr_tickets_queued(c->tickets);
+    s.n_requests = RTR_OUTCOME_COUNT;
+    s.requests = list;
+    s.retries = td_metric_get(c->metrics->retries);
+    s.failovers = td_metric_get(c->metrics->failovers);
+    s.hint_blocks = rtr_hints_count(c->hints);
+    s.prompt_tokens = td_metric_get(c->metrics->prompt_tokens);
+    s.cached_tokens = td_metric_get(c->metrics->cached_tokens);
+    s.completion_tokens = td_metric_get(c->metrics->completion_tokens);
+    reply.id = id;
+    reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_STATUS;
+    reply.status = &s;
+    (void)send_reply(a, to, &reply);
+}
+
+typedef struct node_view {
+    PB(Node) pb;
+    char *drafters[TD_DRAFTER_KINDS];
+} node_view_t;
+
+static void fill_node(const rtr_node_t *n, bool is_master, node_view_t *out)
+{
+    PB(Node) *pb = &out->pb;
+
+    tandem__admin__v1__node__init(pb);
+    pb->id = lend(n->id);
+    pb->role = lend(td_role_name(n->role));
+    pb->state = !n->live                             ? TANDEM__ADMIN__V1__NODE_STATE__DEAD
+                : n->drained || n->beat.draining ? TANDEM__ADMIN__V1__NODE_STATE__DRAINING
+                                                     : TANDEM__ADMIN__V1__NODE_STATE__LIVE;
+    pb->incarnation = n->incarnation;
+    pb->endpoint = lend(n->endpoint);
+    pb->http = lend(n->http);
+    pb->silent_ms = (td_now_ns() - n->seen_ns) / TD_NS_PER_MS;
+    pb->free_blocks = n->beat.free_blocks;
+    pb->total_blocks = n->beat.total_blocks;
+    pb->prefills = n->prefills;
+    pb->sequences = n->sequences;
+    pb->ahead_tokens = n->ahead_tokens;
+    pb->promised_blocks = n->promised_blocks;
+    pb->tokens_per_s = n->beat.tokens_per_s;
+    pb->drained = n->drained;
+    pb->store_master = is_master;
+    pb->drafters = out->drafters;
+    for (uint32_t i = 0; i < TD_DRAFTER_KINDS; i++) {
+        if ((n->drafters & 1u << i) != 0) {
+            out->drafters[pb->n_drafters++] = lend(td_drafter_name((td_drafter_t)i));
+        }
+    }
+}
+
+static void answer_nodes(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id)
+{
+    rtr_registry_t *reg = a->config.registry;
+    const uint32_t slots = rtr_registry_slots(reg);
+    const rtr_node_t *master = rtr_registry_store_master(reg);
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+    PB(Nodes) nodes = TANDEM__ADMIN__V1__NODES__INIT;
+    node_view_t *views = td_calloc(slots + 1, sizeof(*views));
+    PB(Node) **list = td_calloc(slots + 1, sizeof(PB(Node) *));
+
+    for (uint32_t i = 0; views != NULL && list != NULL && i < slots; i++) {
+        const rtr_node_t *n = rtr_registry_node(reg, i);
+        if (n->known) {
+            fill_node(n, n == master, &views[nodes.n_nodes]);
+            list[nodes.n_nodes] = &views[nodes.n_nodes].pb;
+            nodes.n_nodes++;
+        }
+    }
+    nodes.nodes = list;
+    reply.id = id;
+    reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_NODES;
+    reply.nodes = &nodes;
+    if (views != NULL && list != NULL) {
+        (void)send_reply(a, to, &reply);
+    }
+    td_free(views);
+    td_free(list);
+}
+
+static void order_drain(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id,
+                        const PB(DrainRequest) * order)
+{
+    rtr_registry_t *reg = a->config.registry;
+
+    for (uint32_t i = 0; i < rtr_registry_slots(reg); i++) {
+        rtr_node_t *n = rtr_registry_node(reg, i);
+        if (!n->known || strcmp(n->id, order->node) != 0) {
+            continue;
+        }
+        if (n->role == TD_ROLE_KVSTORE) {
+            send_error(a, to, id, CODE(INVALID), "a prefill or decode node is expected");
+            return;
+        }
+        if (n->drained != order->drained) {
+            n->drained = order->drained;
+            TD_LOG_INFO(order->drained ? "node drained" : "node undrained", "node=%s", n->id);
+            rtr_events_add(a->config.events,
+                           order->drained ? RTR_EVENT_DRAINED : RTR_EVENT_UNDRAINED, n->id, "", "");
+        }
+        send_done(a, to, id);
+        return;
+    }
+    send_error(a, to, id, CODE(NOT_FOUND), "no such node: `nodes` lists them");
+}
+
+/* --- the store -------------------------------------------------------------------------------- */
+
+/* Full blocks of what the request names. Answers why not, or NULL. */
+static const char *keys_of(rtr_admin_t *a, const PB(StoreRequest) * r, td_block_key_t **keys_out,
+                           uint32_t *count_out)
+{
+    uint32_t *ids = NULL;
+    const uint32_t *tokens = r->tokens;
+    size_t count = r->n_tokens;
+    td_block_key_t *keys = NULL;
+
+    if (r->keys.len > 0) {
+        count = r->keys.len / TD_BLOCK_KEY_BYTES;
+        if (r->keys.len % TD_BLOCK_KEY_BYTES != 0 || count > RTR_ADMIN_KEYS_MAX) {
+            return "keys: 16 bytes each, 4096 keys at most";
+        }
+        keys = td_calloc(count, sizeof(*keys));
+        if (keys == NULL) {
+            return "out of memory";
+        }
+        memcpy(keys, r->keys.data, r->keys.len);
+        *keys_out = keys;
+        *count_out = (uint32_t)count;
+        return NULL;
+    }
+    if (r->cache_salt.len > TD_CACHE_SALT_BYTES_MAX) {
+        return "cache_salt: 256 bytes at most";
+    }
+    if (count == 0) {
+        if (td_tokenizer_encode(a->config.model->tok, r->prompt, strlen(r->prompt), true, &ids,
+                                &count) != TD_OK) {
+            return "prompt: not tokenised";
+        }
+        tokens = ids;
+    }
+    count = TD_MIN(count / a->config.block_tokens, RTR_ADMIN_KEYS_MAX);
+    keys = count == 0 ? NULL : td_calloc(count, sizeof(*keys));
+    if (keys != NULL) {
+        td_block_root_t root;
+        rtr_tickets_root(a->config.tickets, r->cache_salt.data, r->cache_salt.len, &root);
+        td_block_keys(&root, tokens, count * a->config.block_tokens, a->config.block_tokens, keys);
+    }
+    td_free(ids);
+    *keys_out = keys;
+    *count_out = (uint32_t)count;
+    return keys != NULL ? NULL : "prompt, tokens or keys of at least one full block are expected";
+}
+
+static ask_t *free_ask(rtr_admin_t *a)
+{
+    for (uint32_t i = 0; i < RTR_ADMIN_ASKS_MAX; i++) {
+        if (a->asks[i].request == 0) {
+            return &a->asks[i];
+        }
+    }
+    return NULL;
+}
+
+static td_status_t send_order(rtr_admin_t *a, const rtr_node_t *master, PB(StoreAction) action,
+                              uint64_t request, const td_block_key_t *keys, uint32_t count)
+{
+    td_msg_t msg = {.type = action == TANDEM__ADMIN__V1__STORE_ACTION__EVICT ? TD_MSG_STORE_REMOVE
+                                                                            : TD_MSG_STORE_PIN};
+
+    msg.u.blocks = (td_msg_blocks_t){
+        .request = request,
+        .pin = action == TANDEM__ADMIN__V1__STORE_ACTION__PIN_SOFT   ? TD_MSG_PIN_SOFT
+               : action == TANDEM__ADMIN__V1__STORE_ACTION__PIN_HARD ? TD_MSG_PIN_HARD
+                                                                     : TD_MSG_PIN_NONE,
+        .count = count,
+        .keys = keys};
+    return td_bus_send(a->config.bus, master->id, &msg);
+}
+
+static void order_store(rtr_admin_t *a, const rtr_admin_name_t *from, uint64_t id,
+                        const PB(StoreRequest) * r)
+{
+    const rtr_node_t *master = rtr_registry_store_master(a->config.registry);
+    ask_t *ask = free_ask(a);
+    td_block_key_t *keys = NULL;
+    const char *why = NULL;
+    uint32_t count = 0;
+
+    if (r->action <= TANDEM__ADMIN__V1__STORE_ACTION__STORE_UNSPECIFIED ||
+        r->action > TANDEM__ADMIN__V1__STORE_ACTION__EVICT) {
+        send_error(a, from, id, CODE(INVALID), "action: PIN_SOFT, PIN_HARD, UNPIN or EVICT");
+        return;
+    }
+    if (master == NULL) {
+        send_error(a, from, id, CODE(NOT_FOUND), "there is no store");
+        return;
+    }
+    if (ask == NULL) {
+        send_error(a, from, id, CODE(BUSY), "the store has enough orders to answer: later");
+        return;
+    }
+    why = keys_of(a, r, &keys, &count);
+    if (why != NULL) {
+        send_error(a, from, id, CODE(INVALID), why);
+        return;
+    }
+    *ask = (ask_t){.request = td_random_u64() | 1,
+                   .id = id,
+                   .from = *from,
+                   .deadline_ns = td_now_ns() + STORE_MS * TD_NS_PER_MS};
+    if (send_order(a, master, r->action, ask->request, keys, count) != TD_OK) {
+        ask->request = 0;
+        send_error(a, from, id, CODE(TIMEOUT), "the store takes no orders now");
+    }
+    td_free(keys);
+}
+
+bool rtr_admin_handle(rtr_admin_t *a, const td_msg_t *msg)
+{
+    const td_msg_blocks_t *m = &msg->u.blocks;
+
+    if (msg->type != TD_MSG_STORE_RESULT) {
+        return false;
+    }
+    for (uint32_t i = 0; i < RTR_ADMIN_ASKS_MAX; i++) {
+        ask_t *ask = &a->asks[i];
+        PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+        PB(StoreResult) r = TANDEM__ADMIN__V1__STORE_RESULT__INIT;
+        if (ask->request == 0 || ask->request != m->request) {
+            continue;
+        }
+        r.texts = td_calloc(m->count, sizeof(*r.texts));
+        r.statuses = td_calloc(m->count, sizeof(*r.statuses));
+        for (uint32_t k = 0; r.texts != NULL && r.statuses != NULL && k < m->count; k++) {
+            r.statuses[k] = (int32_t)m->statuses[k];
+            r.texts[k] = lend(td_status_name(m->statuses[k]));
+            r.n_statuses = r.n_texts = m->count;
+        }
+        r.keys.data = (uint8_t *)(uintptr_t)m->keys;
+        r.keys.len = m->count * sizeof(*m->keys);
+        reply.id = ask->id;
+        reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_STORE;
+        reply.store = &r;
+        (void)send_reply(a, &ask->from, &reply);
+        ask->request = 0;
+        td_free(r.texts);
+        td_free(r.statuses);
+        break;
+    }
+    return true; /* or it came too late */
+}
+
+/* --- what drafts were worth ------------------------------------------------------------------- */
+
+static void fill_entry(const td_draft_past_t *p, PB(DraftEntry) * pb)
+{
+    tandem__admin__v1__draft_entry__init(pb);
+    pb->tenant = p->key.tenant;
+    pb->prompt_class = lend(rtr_prompt_class_name(p->key.prompt_class));
+    pb->drafter = lend(td_drafter_name((td_drafter_t)p->key.drafter));
+    pb->tokens_per_step = p->steps[0] > 0 ? p->tokens / p->steps[0] : 0;
+    pb->tokens_per_s = p->decode_s > 0 ? p->tokens / p->decode_s : 0;
+    pb->steps = (double *)(uintptr_t)p->steps;
+    pb->drafted = (double *)(uintptr_t)p->drafted;
+    pb->accepted = (double *)(uintptr_t)p->accepted;
+    pb->n_steps = pb->n_drafted = pb->n_accepted = TD_DRAFT_TOKENS_MAX;
+}
+
+static void answer_speculation(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id,
+                               const PB(SpeculationRequest) * r)
+{
+    rtr_drafters_t *ds = a->config.drafters;
+    const td_draft_stats_t *stats = rtr_drafters_stats(ds);
+    const uint32_t count = td_draft_stats_count(stats);
+    const uint32_t skip = count - TD_MIN(count, RTR_ADMIN_ENTRIES_MAX);
+    const td_draft_past_t *p = td_draft_stats_oldest(stats);
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+    PB(Speculation) s = TANDEM__ADMIN__V1__SPECULATION__INIT;
+    PB(DraftEntry) *entries = NULL;
+    PB(DraftEntry) **list = NULL;
+
+    if (r->set && r->explore_percent > 100) {
+        send_error(a, to, id, CODE(INVALID), "explore_percent: 0 to 100");
+        return;
+    }
+    if (r->set) {
+        rtr_drafters_set_explore(ds, r->explore_percent);
+    }
+    entries = td_calloc(RTR_ADMIN_ENTRIES_MAX, sizeof(*entries));
+    list = td_calloc(RTR_ADMIN_ENTRIES_MAX, sizeof(PB(DraftEntry) *));
+    for (uint32_t i = 0; entries != NULL && list != NULL && p != NULL; i++) {
+        if (i >= skip) {
+            fill_entry(p, &entries[s.n_entries]);
+            list[s.n_entries] = &entries[s.n_entries];
+            s.n_entries++;
+        }
+        p = td_draft_stats_newer(stats, p);
+    }
+    s.entries = list;
+    s.explore_percent = rtr_drafters_explore(ds);
+    s.reports = rtr_drafters_reports(ds);
+    reply.id = id;
+    reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_SPECULATION;
+    reply.speculation = &s;
+    (void)send_reply(a, to, &reply);
+    td_free(entries);
+    td_free(list);
+}
+
+/* --- events ----------------------------------------------------------------------------------- */
+
+/* Those from *next on, as many as a reply has; *next moves on. False: the client is gone. */
+static bool send_events(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id, uint64_t *next)
+{
+    const rtr_events_t *events = a->config.events;
+    const uint64_t oldest = rtr_events_oldest(events);
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+    PB(Events) pb = TANDEM__ADMIN__V1__EVENTS__INIT;
+    PB(Event) list[RTR_ADMIN_EVENTS_MAX];
+    PB(Event) *at[RTR_ADMIN_EVENTS_MAX];
+
+    if (*next < oldest) {
+        pb.missed = oldest - *next;
+        *next = oldest;
+    }
+    while (*next <= rtr_events_newest(events) && pb.n_events < RTR_ADMIN_EVENTS_MAX) {
+        const rtr_event_t *e = rtr_events_get(events, (*next)++);
+        PB(Event) *out = &list[pb.n_events];
+        tandem__admin__v1__event__init(out);
+        out->number = e->number;
+        out->time_ms = e->time_ms;
+        out->kind = lend(rtr_event_kind_name(e->kind));
+        out->node = lend(e->node);
+        out->request = lend(e->request);
+        out->text = lend(e->text);
+        at[pb.n_events++] = out;
+    }
+    pb.events = at;
+    reply.id = id;
+    reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_EVENTS;
+    reply.events = &pb;
+    return send_reply(a, to, &reply);
+}
+
+/* The client's own place, if it asks again, or a free one. */
+static subscriber_t *place_of(rtr_admin_t *a, const rtr_admin_name_t *from, uint64_t now)
+{
+    subscriber_t *free_one = NULL;
+
+    for (uint32_t i = 0; i < RTR_ADMIN_SUBSCRIBERS_MAX; i++) {
+        subscriber_t *s = &a->subscribers[i];
+        if (s->until_ns <= now) {
+            free_one = s;
+        } else if (s->from.len == from->len &&
+                   memcmp(s->from.bytes, from->bytes, from->len) == 0) {
+            return s;
+        }
+    }
+    return free_one;
+}
+
+static void subscribe(rtr_admin_t *a, const rtr_admin_name_t *from, uint64_t id,
+                      const PB(SubscribeRequest) * r)
+{
+    const uint64_t now = td_now_ns();
+    const uint64_t newest = rtr_events_newest(a->config.events);
+    uint64_t next = r->since == 0 ? newest + 1 : TD_MIN(r->since, newest + 1);
+    subscriber_t *s = NULL;
+
+    if (r->lease_ms != 0 && (r->lease_ms < LEASE_MS_MIN || r->lease_ms > LEASE_MS_MAX)) {
+        send_error(a, from, id, CODE(INVALID), "lease_ms: 0, or 1000 to 600000");
+        return;
+    }
+    s = r->lease_ms == 0 ? NULL : place_of(a, from, now);
+    if (r->lease_ms != 0 && s == NULL) {
+        send_error(a, from, id, CODE(BUSY), "there are enough subscribers: later");
+        return;
+    }
+    if (!send_events(a, from, id, &next) || s == NULL) {
+        return;
+    }
+    *s = (subscriber_t){.until_ns = now + r->lease_ms * TD_NS_PER_MS,
+                        .id = id,
+                        .next = next,
+                        .from = *from};
+}
+
+static void tell_subscribers(rtr_admin_t *a, uint64_t now)
+{
+    for (uint32_t i = 0; i < RTR_ADMIN_SUBSCRIBERS_MAX; i++) {
+        subscriber_t *s = &a->subscribers[i];
+        if (s->until_ns > now && s->next <= rtr_events_newest(a->config.events) &&
+            !send_events(a, &s->from, s->id, &s->next)) {
+            s->until_ns = 0;
+        }
+    }
+}
+
+/* --- requests --------------------------------------------------------------------------------- */
+
+static void answer(rtr_admin_t *a, const rtr_admin_name_t *from, const PB(Request) * r)
+{
+    switch (r->command_case) {
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_STATUS:
+        answer_status(a, from, r->id);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_NODES:
+        answer_nodes(a, from, r->id);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_DRAIN:
+        order_drain(a, from, r->id, r->drain);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_STORE:
+        order_store(a, from, r->id, r->store);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_SPECULATION:
+        answer_speculation(a, from, r->id, r->speculation);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_SUBSCRIBE:
+        subscribe(a, from, r->id, r->subscribe);
+        break;
+    default:
+        send_error(a, from, r->id, CODE(INVALID),
+                   "no command that this router knows: a newer client's?");
+        break;
+    }
+}
+
+static void take_requests(rtr_admin_t *a)
+{
+    rtr_admin_name_t from;
+
+    for (uint32_t i = 0; i < REQUESTS_PER_STEP; i++) {
+        PB(Request) *r = NULL;
+        td_status_t status = rtr_admin_socket_recv(a->socket, &from, &a->body);
+        if (status == TD_ERR_NOT_FOUND) {
+            return;
+        }
+        if (status == TD_OK) {
+            r = tandem__admin__v1__request__unpack(NULL, a->body.len,
+                                                   (const uint8_t *)a->body.bytes);
+        }
+        if (r == NULL) {
+            TD_LOG_WARN("admin request refused", "bytes=%zu expected=\"a Request in one part\"",
+                        a->body.len);
+            send_error(a, &from, 0, CODE(INVALID), "a Request in one part is expected");
+            continue;
+        }
+        answer(a, &from, r);
+        tandem__admin__v1__request__free_unpacked(r, NULL);
+    }
+}
+
+void rtr_admin_step(rtr_admin_t *a)
+{
+    const uint64_t now = td_now_ns();
+
+    rtr_admin_socket_admit(a->socket);
+    take_requests(a);
+    for (uint32_t i = 0; i < RTR_ADMIN_ASKS_MAX; i++) {
+        ask_t *ask = &a->asks[i];
+        if (ask->request != 0 && now >= ask->deadline_ns) {
+            ask->request = 0;
+            send_error(a, &ask->from, ask->id, CODE(TIMEOUT), "the store did not answer");
+        }
+    }
+    tell_subscribers(a, now);
+}
