@@ -1,49 +1,121 @@
 #include "router/rtr_placement.h"
 
 #include <math.h>
+#include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 
-#define FORGET 0.97         /* each observation weighs this much after the next: about 33 count */
+#define LOAD_WEIGHT 0.3     /* of a node's load above the mean, in times of the whole prompt */
 #define PRESSURE_WEIGHT 4.0 /* a node that would be full counts as five times as busy */
 #define TIE 1e-9
 
-void rtr_rate_observe(rtr_rate_t *rate, uint64_t tokens, uint64_t ns)
-{
-    double x = (double)tokens;
-    double y = (double)ns;
+static const char *const policy_names[RTR_POLICIES] = {"kv_aware", "local_aware", "least_loaded",
+                                                       "round_robin", "random"};
 
-    rate->n = rate->n * FORGET + 1;
-    rate->x = rate->x * FORGET + x;
-    rate->y = rate->y * FORGET + y;
-    rate->xx = rate->xx * FORGET + x * x;
-    rate->xy = rate->xy * FORGET + x * y;
+const char *rtr_policy_name(rtr_policy_t policy)
+{
+    TD_ASSERT(policy < RTR_POLICIES);
+    return policy_names[policy];
 }
 
-double rtr_rate_predict(const rtr_rate_t *rate, uint64_t tokens)
+td_status_t rtr_policy_parse(const char *name, rtr_policy_t *out)
 {
-    double mean_x = 0;
-    double mean_y = 0;
-    double var = 0;
-    double slope = 0;
-    double at_zero = 0;
-
-    if (rate->n <= 0) {
-        return -1;
+    for (uint32_t i = 0; i < RTR_POLICIES; i++) {
+        if (strcmp(name, policy_names[i]) == 0) {
+            *out = (rtr_policy_t)i;
+            return TD_OK;
+        }
     }
-    mean_x = rate->x / rate->n;
-    mean_y = rate->y / rate->n;
-    var = rate->xx / rate->n - mean_x * mean_x;
-    if (var > 1e-3 * mean_x * mean_x && var > 0) {
-        slope = (rate->xy / rate->n - mean_x * mean_y) / var;
-        at_zero = mean_y - slope * mean_x;
-    }
-    if (slope <= 0 || at_zero < 0) { /* too little spread, or noise: a line through the origin */
-        slope = mean_x > 0 ? mean_y / mean_x : 0;
-        at_zero = 0;
-    }
-    return at_zero + slope * (double)tokens;
+    return TD_ERR_INVALID;
 }
+
+/* --- work of prefill nodes -------------------------------------------------------------------- */
+
+rtr_work_t rtr_work_of(uint32_t prompt_tokens, uint32_t cached_tokens, uint32_t pulled_tokens)
+{
+    const uint64_t cached = TD_MIN(cached_tokens, prompt_tokens);
+    const uint64_t own = prompt_tokens - cached;
+
+    return (rtr_work_t){.prompts = 1,
+                        .tokens = own,
+                        .pairs = own * cached + own * (own + 1) / 2,
+                        .pulled = pulled_tokens};
+}
+
+static void work_features(const rtr_work_t *work, double *out)
+{
+    out[0] = (double)work->tokens; /* first: the one that a single observation tells of */
+    out[1] = (double)work->prompts;
+    out[2] = (double)work->pairs;
+    out[3] = (double)work->pulled;
+}
+
+/* Before a pull was seen, it is taken to cost as much as computing: a guess that it would be cheap
+ * would send prompts away from the node that has them. */
+static void assume_pulling(rtr_estimate_t *e)
+{
+    if (e->xx[3][3] <= 0 && e->weights[3] <= 0) {
+        e->weights[3] = e->weights[0];
+    }
+}
+
+void rtr_work_observe(rtr_estimate_t *estimate, const rtr_estimate_t *prior, const rtr_work_t *work,
+                      double ns)
+{
+    double x[RTR_FEATURES];
+
+    work_features(work, x);
+    rtr_estimate_observe(estimate, prior, x, ns);
+    assume_pulling(estimate);
+}
+
+double rtr_work_ns(const rtr_estimate_t *estimate, const rtr_work_t *work)
+{
+    double x[RTR_FEATURES];
+
+    work_features(work, x);
+    return rtr_estimate_ns(estimate, x);
+}
+
+double rtr_backlog_lately(const rtr_backlog_t *b, uint64_t now_ns)
+{
+    const double age_s =
+        now_ns > b->lately_ns ? (double)(now_ns - b->lately_ns) / (double)TD_NS_PER_S : 0;
+    return b->lately * exp2(-age_s / RTR_LATELY_HALF_S);
+}
+
+void rtr_backlog_add(rtr_backlog_t *b, const rtr_work_t *work, uint64_t now_ns)
+{
+    if (b->work.prompts == 0) {
+        b->since_ns = now_ns;
+    }
+    b->work.prompts += work->prompts;
+    b->work.tokens += work->tokens;
+    b->work.pairs += work->pairs;
+    b->work.pulled += work->pulled;
+    b->lately = rtr_backlog_lately(b, now_ns) + (double)work->tokens;
+    b->lately_ns = now_ns;
+}
+
+void rtr_backlog_remove(rtr_backlog_t *b, const rtr_work_t *work)
+{
+    TD_ASSERT(b->work.prompts >= work->prompts && b->work.tokens >= work->tokens);
+    b->work.prompts -= work->prompts;
+    b->work.tokens -= work->tokens;
+    b->work.pairs -= work->pairs;
+    b->work.pulled -= work->pulled;
+}
+
+uint64_t rtr_backlog_end(rtr_backlog_t *b, uint64_t start_ns, uint64_t now_ns)
+{
+    const uint64_t from = TD_MAX(b->since_ns, start_ns);
+
+    b->since_ns = now_ns;
+    return now_ns > from ? now_ns - from : 0;
+}
+
+/* --- placing ---------------------------------------------------------------------------------- */
 
 static bool better(double score, double best, double tie_score, double tie_best)
 {
@@ -54,77 +126,270 @@ static bool better(double score, double best, double tie_score, double tie_best)
     return score <= best + slack && tie_score < tie_best;
 }
 
-/* A node without observations is taken for one like the others: the mean of those that have some.
- */
-static double typical_ns(const rtr_prefill_view_t *views, uint32_t count, uint64_t tokens)
+/* While nothing at all is known a token is the unit of time: shares are then still right. */
+static const rtr_estimate_t unknown = {.weights = {1, 0, 0, 1}, .n = 1};
+
+static const rtr_estimate_t *known_of(const rtr_estimate_t *own, const rtr_estimate_t *typical)
+{
+    if (own != NULL && own->n > 0) {
+        return own;
+    }
+    return typical != NULL && typical->n > 0 ? typical : &unknown;
+}
+
+/* What is under way takes this much longer; its first prompt has been at it for some time. */
+static double queue_ns(const rtr_estimate_t *known, const rtr_backlog_t *b, uint64_t now_ns)
+{
+    const double all = rtr_work_ns(known, &b->work);
+    const double done =
+        known != &unknown && now_ns > b->since_ns ? (double)(now_ns - b->since_ns) : 0;
+
+    return b->work.prompts > 0 ? fmax(all - done, 0) : 0;
+}
+
+/* Of this prompt on this node: what it computes and what it pulls, whichever is faster. */
+typedef struct plan {
+    rtr_work_t work;
+    uint32_t cached;
+    double ns;
+    double kept_ns; /* computing what is pulled: what the copy takes from others */
+} plan_t;
+
+static plan_t plan_of(const rtr_place_ask_t *ask, const rtr_prefill_view_t *v,
+                      const rtr_estimate_t *known)
+{
+    const uint32_t last = TD_MIN(ask->granule_tokens, ask->prompt_tokens);
+    const uint32_t most = ask->prompt_tokens - last;
+    const uint32_t own = TD_MIN(v->match_tokens, most);
+    const uint32_t pool = TD_MIN(ask->pool_tokens, most);
+    plan_t compute = {.work = rtr_work_of(ask->prompt_tokens, own, 0), .cached = own};
+    plan_t pull = {.work = rtr_work_of(ask->prompt_tokens, pool, pool > own ? pool - own : 0),
+                   .cached = pool};
+    rtr_work_t without = pull.work;
+
+    compute.ns = rtr_work_ns(known, &compute.work);
+    if (ask->policy != RTR_POLICY_KV_AWARE || pool <= own) {
+        return compute;
+    }
+    pull.ns = rtr_work_ns(known, &pull.work);
+    without.pulled = 0;
+    pull.kept_ns = compute.ns - rtr_work_ns(known, &without);
+    return pull.ns < compute.ns ? pull : compute;
+}
+
+static double mean_lately(const rtr_prefill_view_t *views, uint32_t count)
 {
     double sum = 0;
-    uint32_t known = 0;
+    uint32_t allowed = 0;
 
     for (uint32_t i = 0; i < count; i++) {
-        double ns = views[i].allowed ? rtr_rate_predict(views[i].rate, tokens) : -1;
-        if (ns >= 0) {
-            sum += ns;
-            known++;
-        }
+        sum += views[i].allowed ? views[i].lately : 0;
+        allowed += views[i].allowed;
     }
-    return known > 0 ? sum / known : (double)tokens;
+    return allowed > 0 ? sum / allowed : 0;
 }
 
-uint32_t rtr_place_prefill(const rtr_prefill_view_t *views, uint32_t count, uint32_t prompt_tokens,
-                           uint32_t granule_tokens, uint32_t turn)
+static double prefill_score(const rtr_place_ask_t *ask, const rtr_prefill_view_t *v, double mean,
+                            const plan_t *plan, double queue)
 {
+    const rtr_estimate_t *known = known_of(v->estimate, ask->typical);
+    const rtr_work_t whole = rtr_work_of(ask->prompt_tokens, 0, 0);
+    const double above = mean > 0 ? v->lately / mean - 1 : 0;
+
+    if (ask->policy == RTR_POLICY_LEAST_LOADED) {
+        return queue;
+    }
+    return queue + plan->ns + ask->keep_local * plan->kept_ns +
+           LOAD_WEIGHT * rtr_work_ns(known, &whole) * above;
+}
+
+/* The nth of the views that are allowed, round and round. first: of the first view. */
+static uint32_t nth_allowed(const bool *first, size_t stride, uint32_t count, uint64_t nth)
+{
+    const uint8_t *at = (const uint8_t *)first;
+    uint32_t allowed = 0;
+    uint64_t left = 0;
+
+    for (uint32_t i = 0; i < count; i++) {
+        allowed += *(const bool *)(at + i * stride);
+    }
+    left = allowed > 0 ? nth % allowed : 0;
+    for (uint32_t i = 0; i < count && allowed > 0; i++) {
+        if (*(const bool *)(at + i * stride) && left-- == 0) {
+            return i;
+        }
+    }
+    return RTR_PLACE_NONE;
+}
+
+/* Policies that look at nothing: the number that they go by. */
+static bool is_blind(const rtr_place_ask_t *ask, uint64_t *nth_out)
+{
+    *nth_out = ask->policy == RTR_POLICY_RANDOM ? ask->draw : ask->turn;
+    return ask->policy == RTR_POLICY_RANDOM || ask->policy == RTR_POLICY_ROUND_ROBIN;
+}
+
+static rtr_prefill_choice_t prefill_choice(const rtr_place_ask_t *ask,
+                                           const rtr_prefill_view_t *views, uint32_t at)
+{
+    const rtr_estimate_t *known = known_of(views[at].estimate, ask->typical);
+    const plan_t plan = plan_of(ask, &views[at], known);
+    const double ttft = plan.ns + queue_ns(known, views[at].backlog, ask->now_ns);
+
+    return (rtr_prefill_choice_t){.node = at,
+                                  .work = plan.work,
+                                  .cached_tokens = plan.cached,
+                                  .ttft_ns = known == &unknown ? -1 : ttft};
+}
+
+rtr_prefill_choice_t rtr_place_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_t *views,
+                                       uint32_t count)
+{
+    const double mean = mean_lately(views, count);
     uint32_t best = RTR_PLACE_NONE;
     double best_score = INFINITY;
-    double best_ahead = INFINITY;
+    double best_lately = INFINITY;
+    uint64_t nth = 0;
 
-    for (uint32_t k = 0; k < count; k++) {
-        uint32_t i = (turn + k) % count;
-        uint32_t match = TD_MIN(views[i].match_tokens, prompt_tokens);
-        uint64_t work = views[i].ahead_tokens + TD_MAX(prompt_tokens - match, granule_tokens);
+    if (is_blind(ask, &nth)) {
+        best = nth_allowed(&views->allowed, sizeof(*views), count, nth);
+    }
+    for (uint32_t k = 0; k < count && !is_blind(ask, &nth); k++) {
+        const uint32_t i = (uint32_t)((ask->turn + k) % count);
+        const rtr_prefill_view_t *v = &views[i];
+        const rtr_estimate_t *known = known_of(v->estimate, ask->typical);
+        plan_t plan = {0};
         double score = 0;
-        if (!views[i].allowed) {
+        if (!v->allowed) {
             continue;
         }
-        score = rtr_rate_predict(views[i].rate, work);
-        if (score < 0) {
-            score = typical_ns(views, count, work);
-        }
-        if (better(score, best_score, (double)views[i].ahead_tokens, best_ahead)) {
+        plan = plan_of(ask, v, known);
+        score = prefill_score(ask, v, mean, &plan, queue_ns(known, v->backlog, ask->now_ns));
+        if (better(score, best_score, v->lately, best_lately)) {
             best = i;
             best_score = score;
-            best_ahead = (double)views[i].ahead_tokens;
+            best_lately = v->lately;
         }
+    }
+    if (best == RTR_PLACE_NONE) {
+        return (rtr_prefill_choice_t){.node = best, .ttft_ns = -1};
+    }
+    return prefill_choice(ask, views, best);
+}
+
+static void tbt_features(uint32_t sequences, uint64_t blocks, double *out)
+{
+    out[0] = 1; /* a step: first, since a single observation tells of it */
+    out[1] = (double)sequences;
+    out[2] = (double)blocks;
+    out[3] = 0;
+}
+
+void rtr_tbt_observe(rtr_estimate_t *estimate, const rtr_estimate_t *prior, uint32_t sequences,
+                     uint64_t blocks, double ns)
+{
+    double x[RTR_FEATURES];
+
+    tbt_features(sequences, blocks, x);
+    rtr_estimate_observe(estimate, prior, x, ns);
+}
+
+double rtr_tbt_ns(const rtr_estimate_t *estimate, uint32_t sequences, uint64_t blocks)
+{
+    double x[RTR_FEATURES];
+
+    tbt_features(sequences, blocks, x);
+    return rtr_estimate_ns(estimate, x);
+}
+
+static bool decode_fits(const rtr_place_ask_t *ask, const rtr_decode_view_t *v)
+{
+    return v->total_blocks == 0 || (v->promised + ask->need_blocks <= v->total_blocks &&
+                                    ask->need_blocks <= v->free_blocks);
+}
+
+/* Without observations a step is taken to cost as much as there are sequences in it. */
+static double decode_tbt(const rtr_place_ask_t *ask, const rtr_decode_view_t *v)
+{
+    const uint64_t blocks = v->promised + ask->need_blocks;
+    const uint32_t sequences = v->running + ask->sequences;
+
+    if (v->tbt != NULL && v->tbt->n > 0) {
+        return rtr_tbt_ns(v->tbt, sequences, blocks);
+    }
+    return ask->typical_tbt != NULL ? rtr_tbt_ns(ask->typical_tbt, sequences, blocks) : -1;
+}
+
+static double decode_score(const rtr_place_ask_t *ask, const rtr_decode_view_t *v)
+{
+    const double total = v->total_blocks;
+    const double promised = (double)(v->promised + ask->need_blocks);
+    const double fill = total > 0 ? fmin(promised / total, 1.0) : 0;
+    const double sequences = (double)v->running + ask->sequences;
+    const double tbt = decode_tbt(ask, v);
+
+    if (ask->policy == RTR_POLICY_LEAST_LOADED) {
+        return sequences;
+    }
+    return (tbt >= 0 ? tbt : sequences) * (1 + PRESSURE_WEIGHT * fill * fill * fill);
+}
+
+rtr_decode_choice_t rtr_place_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
+                                     uint32_t count)
+{
+    rtr_decode_choice_t best = {.node = RTR_PLACE_NONE, .tbt_ns = -1};
+    double best_score = INFINITY;
+    double best_match = INFINITY;
+    uint64_t nth = 0;
+
+    if (is_blind(ask, &nth)) {
+        best.node = nth_allowed(&views->allowed, sizeof(*views), count, nth);
+    }
+    for (uint32_t k = 0; k < count && !is_blind(ask, &nth); k++) {
+        const rtr_decode_view_t *v = &views[(ask->turn + k) % count];
+        const bool fits = decode_fits(ask, v);
+        double score = 0;
+        if (!v->allowed || (best.fits && !fits)) {
+            continue;
+        }
+        score = decode_score(ask, v);
+        if ((fits && !best.fits) ||
+            better(score, best_score, -(double)v->match_blocks, best_match)) {
+            best.node = (uint32_t)((ask->turn + k) % count);
+            best.fits = fits;
+            best_score = score;
+            best_match = -(double)v->match_blocks;
+        }
+    }
+    if (best.node != RTR_PLACE_NONE) {
+        best.fits = decode_fits(ask, &views[best.node]);
+        best.tbt_ns = decode_tbt(ask, &views[best.node]);
     }
     return best;
 }
 
-uint32_t rtr_place_decode(const rtr_decode_view_t *views, uint32_t count, uint32_t sequences,
-                          uint32_t need_blocks, uint32_t turn)
-{
-    uint32_t best = RTR_PLACE_NONE;
-    double best_score = INFINITY;
-    double best_match = INFINITY;
-    bool best_fits = false;
+/* --- admission -------------------------------------------------------------------------------- */
 
-    for (uint32_t k = 0; k < count; k++) {
-        const rtr_decode_view_t *v = &views[(turn + k) % count];
-        double total = v->total_blocks > 0 ? (double)v->total_blocks : 1;
-        double promised = (double)v->promised + (double)need_blocks;
-        double fill = v->total_blocks > 0 ? fmin(promised / total, 1.0) : 0;
-        bool fits = v->total_blocks == 0 || (promised <= total && need_blocks <= v->free_blocks);
-        double score =
-            ((double)v->running + sequences) * (1 + PRESSURE_WEIGHT * fill * fill * fill);
-        if (!v->allowed || (best_fits && !fits)) {
-            continue;
-        }
-        if ((fits && !best_fits) ||
-            better(score, best_score, -(double)v->match_blocks, best_match)) {
-            best = (turn + k) % count;
-            best_score = score;
-            best_match = -(double)v->match_blocks;
-            best_fits = fits;
-        }
+static uint32_t retry_after_s(double ns)
+{
+    const double s = ceil(ns / (double)TD_NS_PER_S);
+    return (uint32_t)fmin(fmax(s, 1), RTR_RETRY_AFTER_S_MAX);
+}
+
+rtr_admission_t rtr_admit(const rtr_admit_ask_t *ask, uint32_t *retry_after_s_out)
+{
+    const double ttft_max = (double)ask->slo.ttft_ms * (double)TD_NS_PER_MS;
+    const double tbt_max = (double)ask->slo.tbt_ms * (double)TD_NS_PER_MS;
+
+    *retry_after_s_out = 0;
+    if (ttft_max > 0 && ask->ttft_ns > ttft_max) {
+        *retry_after_s_out = retry_after_s(ask->ttft_ns - ttft_max);
+        return RTR_REFUSE_TTFT;
     }
-    return best;
+    if (tbt_max > 0 && ask->tbt_ns > tbt_max) {
+        /* As many of the sequences must end as are too many; they end evenly over an answer. */
+        *retry_after_s_out = retry_after_s(fmax(ask->answer_ns, 0) * (1 - tbt_max / ask->tbt_ns));
+        return RTR_REFUSE_TBT;
+    }
+    return RTR_ADMIT;
 }

@@ -30,6 +30,7 @@ typedef struct rtr_tickets_config {
     const uint8_t *fingerprint; /* [32] */
     uint32_t block_tokens;
     const char *kv_codec; /* borrowed; td_kv_codec_name() */
+    rtr_policy_t policy;  /* at first */
     uint32_t queue_max;
     uint32_t queue_ms;
     uint32_t request_timeout_ms;
@@ -49,5 +50,8 @@ void rtr_tickets_tick(rtr_tickets_t *ts);
 /** Ends the requests whose client has left. */
 void rtr_tickets_drop_gone(rtr_tickets_t *ts);
 void rtr_tickets_end_all(rtr_tickets_t *ts);
+/** How prompts are placed from now on. */
+void rtr_tickets_set_policy(rtr_tickets_t *ts, rtr_policy_t policy);
+rtr_policy_t rtr_tickets_policy(const rtr_tickets_t *ts);
 uint32_t rtr_tickets_running(const rtr_tickets_t *ts); /* requests */
 uint32_t rtr_tickets_queued(const rtr_tickets_t *ts);

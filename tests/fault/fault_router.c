@@ -211,7 +211,7 @@ static td_status_t step_request_fail(const fixture_t *fx)
 static td_status_t step_hints(const fixture_t *fx)
 {
     rtr_hints_t *hints = NULL;
-    td_status_t status = rtr_hints_create(16, &hints);
+    td_status_t status = rtr_hints_create(16, 65, &hints);
     (void)fx;
 
     assert_true((status == TD_OK) == (hints != NULL));

@@ -321,8 +321,10 @@ static void assert_at_rest(fixture_t *fx)
     assert_int_equal(rtr_tickets_queued(rtr_loop_tickets(fx->loop)), 0);
     for (uint32_t i = 0; i < rtr_registry_slots(reg); i++) {
         const rtr_node_t *node = rtr_registry_node(reg, i);
-        assert_int_equal(node->ahead_tokens, 0);
-        assert_int_equal(node->prefills, 0);
+        assert_int_equal(node->backlog.work.tokens, 0);
+        assert_int_equal(node->backlog.work.prompts, 0);
+        assert_int_equal(node->backlog.work.pairs, 0);
+        assert_int_equal(node->decoding, 0);
         assert_int_equal(node->sequences, 0);
         assert_int_equal(node->promised_blocks, 0);
     }
