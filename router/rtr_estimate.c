@@ -129,16 +129,3 @@ void rtr_estimate_observe(rtr_estimate_t *e, const rtr_estimate_t *prior, const 
     e->n = e->n * FORGET + 1;
     refit(e, known);
 }
-
-double rtr_estimate_ns(const rtr_estimate_t *e, const double *x)
-{
-    double ns = 0;
-
-    if (e->n <= 0) {
-        return -1;
-    }
-    for (uint32_t i = 0; i < RTR_FEATURES; i++) {
-        ns += e->weights[i] * x[i];
-    }
-    return ns;
-}

@@ -27,5 +27,15 @@ typedef struct rtr_estimate {
  * need several. */
 void rtr_estimate_observe(rtr_estimate_t *estimate, const rtr_estimate_t *prior, const double *x,
                           double ns);
-/** Predicted ns; negative while nothing was observed. Shape: x [RTR_FEATURES]. */
-double rtr_estimate_ns(const rtr_estimate_t *estimate, const double *x);
+/** Predicted ns; negative while nothing was observed. Shape: x [RTR_FEATURES]. Inline: it is asked
+ * for every node and prompt. */
+static inline double rtr_estimate_ns(const rtr_estimate_t *estimate, const double *x)
+{
+    const double *w = estimate->weights;
+
+    if (estimate->n <= 0) {
+        return -1;
+    }
+    return (w[0] * x[0] + w[1] * x[1]) + (w[2] * x[2] + w[3] * x[3]);
+}
+_Static_assert(RTR_FEATURES == 4, "all quantities are added up");

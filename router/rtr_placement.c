@@ -6,8 +6,10 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 
-#define LOAD_WEIGHT 0.3     /* of a node's load above the mean, in times of the whole prompt */
-#define PRESSURE_WEIGHT 4.0 /* a node that would be full counts as five times as busy */
+#define WORK_PULLED 3u       /* of the quantities of work: what was pulled */
+#define LOAD_WEIGHT 0.05     /* of a node's load above the mean, in times of the whole prompt */
+#define PRESSURE_WEIGHT 4.0  /* a node that would be full counts as five times as busy */
+#define LATELY_HALVES_MAX 40 /* then it is nothing */
 #define TIE 1e-9
 
 static const char *const policy_names[RTR_POLICIES] = {"kv_aware", "local_aware", "least_loaded",
@@ -48,15 +50,15 @@ static void work_features(const rtr_work_t *work, double *out)
     out[0] = (double)work->tokens; /* first: the one that a single observation tells of */
     out[1] = (double)work->prompts;
     out[2] = (double)work->pairs;
-    out[3] = (double)work->pulled;
+    out[WORK_PULLED] = (double)work->pulled;
 }
 
 /* Before a pull was seen, it is taken to cost as much as computing: a guess that it would be cheap
  * would send prompts away from the node that has them. */
 static void assume_pulling(rtr_estimate_t *e)
 {
-    if (e->xx[3][3] <= 0 && e->weights[3] <= 0) {
-        e->weights[3] = e->weights[0];
+    if (e->xx[WORK_PULLED][WORK_PULLED] <= 0 && e->weights[WORK_PULLED] <= 0) {
+        e->weights[WORK_PULLED] = e->weights[0];
     }
 }
 
@@ -80,9 +82,16 @@ double rtr_work_ns(const rtr_estimate_t *estimate, const rtr_work_t *work)
 
 double rtr_backlog_lately(const rtr_backlog_t *b, uint64_t now_ns)
 {
-    const double age_s =
-        now_ns > b->lately_ns ? (double)(now_ns - b->lately_ns) / (double)TD_NS_PER_S : 0;
-    return b->lately * exp2(-age_s / RTR_LATELY_HALF_S);
+    const double age =
+        now_ns > b->lately_ns ? (double)(now_ns - b->lately_ns) * (1 / RTR_LATELY_HALF_NS) : 0;
+    uint32_t halves = 0;
+
+    if (age >= LATELY_HALVES_MAX) {
+        return 0;
+    }
+    halves = (uint32_t)age;
+    /* Halves are exact, and between two of them it falls in a line. */
+    return b->lately * (1 - (age - halves) / 2) / (double)(1ull << halves);
 }
 
 void rtr_backlog_add(rtr_backlog_t *b, const rtr_work_t *work, uint64_t now_ns)
@@ -119,11 +128,18 @@ uint64_t rtr_backlog_end(rtr_backlog_t *b, uint64_t start_ns, uint64_t now_ns)
 
 static bool better(double score, double best, double tie_score, double tie_best)
 {
-    double slack = TIE * fmax(fabs(score), fabs(best));
+    const double larger = fabs(score) > fabs(best) ? fabs(score) : fabs(best);
+    const double slack = TIE * larger;
     if (score < best - slack) {
         return true;
     }
     return score <= best + slack && tie_score < tie_best;
+}
+
+/* The index after this one, round and round. */
+static uint32_t next_of(uint32_t at, uint32_t count)
+{
+    return at + 1 < count ? at + 1 : 0;
 }
 
 /* While nothing at all is known a token is the unit of time: shares are then still right. */
@@ -140,41 +156,74 @@ static const rtr_estimate_t *known_of(const rtr_estimate_t *own, const rtr_estim
 /* What is under way takes this much longer; its first prompt has been at it for some time. */
 static double queue_ns(const rtr_estimate_t *known, const rtr_backlog_t *b, uint64_t now_ns)
 {
-    const double all = rtr_work_ns(known, &b->work);
-    const double done =
-        known != &unknown && now_ns > b->since_ns ? (double)(now_ns - b->since_ns) : 0;
+    double left = 0;
 
-    return b->work.prompts > 0 ? fmax(all - done, 0) : 0;
+    if (b->work.prompts == 0) {
+        return 0;
+    }
+    left = rtr_work_ns(known, &b->work);
+    if (known != &unknown && now_ns > b->since_ns) {
+        left -= (double)(now_ns - b->since_ns);
+    }
+    return left > 0 ? left : 0;
 }
 
-/* Of this prompt on this node: what it computes and what it pulls, whichever is faster. */
+/* What is the same for all nodes: the prompt computed whole, and with all that can be pulled. */
+typedef struct common {
+    uint32_t most; /* tokens that may come from a cache */
+    uint32_t pool;
+    double whole[RTR_FEATURES];
+    double pulled[RTR_FEATURES]; /* without the pulling */
+} common_t;
+
+static void work_fill(uint32_t prompt_tokens, uint32_t cached_tokens, double *out)
+{
+    const rtr_work_t work = rtr_work_of(prompt_tokens, cached_tokens, 0);
+    work_features(&work, out);
+}
+
+static common_t common_of(const rtr_place_ask_t *ask)
+{
+    const uint32_t last = TD_MIN(ask->granule_tokens, ask->prompt_tokens);
+    common_t c = {.most = ask->prompt_tokens - last};
+
+    c.pool = ask->policy == RTR_POLICY_KV_AWARE ? TD_MIN(ask->pool_tokens, c.most) : 0;
+    work_fill(ask->prompt_tokens, 0, c.whole);
+    work_fill(ask->prompt_tokens, c.pool, c.pulled);
+    return c;
+}
+
+/* Of a prompt on one node: it computes what it hasn't, or pulls first, whichever is faster. */
 typedef struct plan {
-    rtr_work_t work;
-    uint32_t cached;
+    uint32_t own;    /* tokens */
+    uint32_t pulled; /* tokens */
     double ns;
     double kept_ns; /* computing what is pulled: what the copy takes from others */
 } plan_t;
 
-static plan_t plan_of(const rtr_place_ask_t *ask, const rtr_prefill_view_t *v,
+static plan_t plan_of(const rtr_place_ask_t *ask, const common_t *c, const rtr_prefill_view_t *v,
                       const rtr_estimate_t *known)
 {
-    const uint32_t last = TD_MIN(ask->granule_tokens, ask->prompt_tokens);
-    const uint32_t most = ask->prompt_tokens - last;
-    const uint32_t own = TD_MIN(v->match_tokens, most);
-    const uint32_t pool = TD_MIN(ask->pool_tokens, most);
-    plan_t compute = {.work = rtr_work_of(ask->prompt_tokens, own, 0), .cached = own};
-    plan_t pull = {.work = rtr_work_of(ask->prompt_tokens, pool, pool > own ? pool - own : 0),
-                   .cached = pool};
-    rtr_work_t without = pull.work;
+    plan_t plan = {.own = TD_MIN(v->match_tokens, c->most)};
+    double x[RTR_FEATURES];
+    double with_pull = 0;
 
-    compute.ns = rtr_work_ns(known, &compute.work);
-    if (ask->policy != RTR_POLICY_KV_AWARE || pool <= own) {
-        return compute;
+    if (plan.own == 0) {
+        plan.ns = rtr_estimate_ns(known, c->whole);
+    } else {
+        work_fill(ask->prompt_tokens, plan.own, x);
+        plan.ns = rtr_estimate_ns(known, x);
     }
-    pull.ns = rtr_work_ns(known, &pull.work);
-    without.pulled = 0;
-    pull.kept_ns = compute.ns - rtr_work_ns(known, &without);
-    return pull.ns < compute.ns ? pull : compute;
+    if (c->pool <= plan.own) {
+        return plan;
+    }
+    with_pull = rtr_estimate_ns(known, c->pulled);
+    if (with_pull + known->weights[WORK_PULLED] * (c->pool - plan.own) < plan.ns) {
+        plan.kept_ns = plan.ns - with_pull;
+        plan.pulled = c->pool - plan.own;
+        plan.ns = with_pull + known->weights[WORK_PULLED] * plan.pulled;
+    }
+    return plan;
 }
 
 static double mean_lately(const rtr_prefill_view_t *views, uint32_t count)
@@ -189,18 +238,16 @@ static double mean_lately(const rtr_prefill_view_t *views, uint32_t count)
     return allowed > 0 ? sum / allowed : 0;
 }
 
+/* plan: of this node; mean: of what all got lately; whole_ns: the prompt without any cache. */
 static double prefill_score(const rtr_place_ask_t *ask, const rtr_prefill_view_t *v, double mean,
-                            const plan_t *plan, double queue)
+                            const plan_t *plan, double queue, double whole_ns)
 {
-    const rtr_estimate_t *known = known_of(v->estimate, ask->typical);
-    const rtr_work_t whole = rtr_work_of(ask->prompt_tokens, 0, 0);
     const double above = mean > 0 ? v->lately / mean - 1 : 0;
 
     if (ask->policy == RTR_POLICY_LEAST_LOADED) {
         return queue;
     }
-    return queue + plan->ns + ask->keep_local * plan->kept_ns +
-           LOAD_WEIGHT * rtr_work_ns(known, &whole) * above;
+    return queue + plan->ns + ask->keep_local * plan->kept_ns + LOAD_WEIGHT * whole_ns * above;
 }
 
 /* The nth of the views that are allowed, round and round. first: of the first view. */
@@ -233,29 +280,29 @@ static rtr_prefill_choice_t prefill_choice(const rtr_place_ask_t *ask,
                                            const rtr_prefill_view_t *views, uint32_t at)
 {
     const rtr_estimate_t *known = known_of(views[at].estimate, ask->typical);
-    const plan_t plan = plan_of(ask, &views[at], known);
+    const common_t common = common_of(ask);
+    const plan_t plan = plan_of(ask, &common, &views[at], known);
     const double ttft = plan.ns + queue_ns(known, views[at].backlog, ask->now_ns);
 
-    return (rtr_prefill_choice_t){.node = at,
-                                  .work = plan.work,
-                                  .cached_tokens = plan.cached,
-                                  .ttft_ns = known == &unknown ? -1 : ttft};
+    return (rtr_prefill_choice_t){
+        .node = at,
+        .work = rtr_work_of(ask->prompt_tokens, plan.own + plan.pulled, plan.pulled),
+        .cached_tokens = plan.own + plan.pulled,
+        .ttft_ns = known == &unknown ? -1 : ttft};
 }
 
-rtr_prefill_choice_t rtr_place_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_t *views,
-                                       uint32_t count)
+static uint32_t best_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_t *views,
+                             uint32_t count)
 {
     const double mean = mean_lately(views, count);
+    const common_t common = common_of(ask);
+    const double whole_ns = rtr_estimate_ns(known_of(NULL, ask->typical), common.whole);
     uint32_t best = RTR_PLACE_NONE;
     double best_score = INFINITY;
     double best_lately = INFINITY;
-    uint64_t nth = 0;
+    uint32_t i = count > 0 ? (uint32_t)(ask->turn % count) : 0;
 
-    if (is_blind(ask, &nth)) {
-        best = nth_allowed(&views->allowed, sizeof(*views), count, nth);
-    }
-    for (uint32_t k = 0; k < count && !is_blind(ask, &nth); k++) {
-        const uint32_t i = (uint32_t)((ask->turn + k) % count);
+    for (uint32_t k = 0; k < count; k++, i = next_of(i, count)) {
         const rtr_prefill_view_t *v = &views[i];
         const rtr_estimate_t *known = known_of(v->estimate, ask->typical);
         plan_t plan = {0};
@@ -263,14 +310,26 @@ rtr_prefill_choice_t rtr_place_prefill(const rtr_place_ask_t *ask, const rtr_pre
         if (!v->allowed) {
             continue;
         }
-        plan = plan_of(ask, v, known);
-        score = prefill_score(ask, v, mean, &plan, queue_ns(known, v->backlog, ask->now_ns));
+        plan = plan_of(ask, &common, v, known);
+        score =
+            prefill_score(ask, v, mean, &plan, queue_ns(known, v->backlog, ask->now_ns), whole_ns);
         if (better(score, best_score, v->lately, best_lately)) {
             best = i;
             best_score = score;
             best_lately = v->lately;
         }
     }
+    return best;
+}
+
+rtr_prefill_choice_t rtr_place_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_t *views,
+                                       uint32_t count)
+{
+    uint64_t nth = 0;
+    const uint32_t best = is_blind(ask, &nth)
+                              ? nth_allowed(&views->allowed, sizeof(*views), count, nth)
+                              : best_prefill(ask, views, count);
+
     if (best == RTR_PLACE_NONE) {
         return (rtr_prefill_choice_t){.node = best, .ttft_ns = -1};
     }
@@ -324,7 +383,7 @@ static double decode_score(const rtr_place_ask_t *ask, const rtr_decode_view_t *
 {
     const double total = v->total_blocks;
     const double promised = (double)(v->promised + ask->need_blocks);
-    const double fill = total > 0 ? fmin(promised / total, 1.0) : 0;
+    const double fill = total <= 0 ? 0 : promised < total ? promised / total : 1;
     const double sequences = (double)v->running + ask->sequences;
     const double tbt = decode_tbt(ask, v);
 
@@ -334,38 +393,48 @@ static double decode_score(const rtr_place_ask_t *ask, const rtr_decode_view_t *
     return (tbt >= 0 ? tbt : sequences) * (1 + PRESSURE_WEIGHT * fill * fill * fill);
 }
 
-rtr_decode_choice_t rtr_place_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
-                                     uint32_t count)
+static uint32_t best_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
+                            uint32_t count)
 {
-    rtr_decode_choice_t best = {.node = RTR_PLACE_NONE, .tbt_ns = -1};
+    uint32_t best = RTR_PLACE_NONE;
+    bool best_fits = false;
     double best_score = INFINITY;
     double best_match = INFINITY;
-    uint64_t nth = 0;
+    uint32_t i = count > 0 ? (uint32_t)(ask->turn % count) : 0;
 
-    if (is_blind(ask, &nth)) {
-        best.node = nth_allowed(&views->allowed, sizeof(*views), count, nth);
-    }
-    for (uint32_t k = 0; k < count && !is_blind(ask, &nth); k++) {
-        const rtr_decode_view_t *v = &views[(ask->turn + k) % count];
+    for (uint32_t k = 0; k < count; k++, i = next_of(i, count)) {
+        const rtr_decode_view_t *v = &views[i];
         const bool fits = decode_fits(ask, v);
         double score = 0;
-        if (!v->allowed || (best.fits && !fits)) {
+        if (!v->allowed || (best_fits && !fits)) {
             continue;
         }
         score = decode_score(ask, v);
-        if ((fits && !best.fits) ||
+        if ((fits && !best_fits) ||
             better(score, best_score, -(double)v->match_blocks, best_match)) {
-            best.node = (uint32_t)((ask->turn + k) % count);
-            best.fits = fits;
+            best = i;
+            best_fits = fits;
             best_score = score;
             best_match = -(double)v->match_blocks;
         }
     }
-    if (best.node != RTR_PLACE_NONE) {
-        best.fits = decode_fits(ask, &views[best.node]);
-        best.tbt_ns = decode_tbt(ask, &views[best.node]);
-    }
     return best;
+}
+
+rtr_decode_choice_t rtr_place_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
+                                     uint32_t count)
+{
+    uint64_t nth = 0;
+    const uint32_t best = is_blind(ask, &nth)
+                              ? nth_allowed(&views->allowed, sizeof(*views), count, nth)
+                              : best_decode(ask, views, count);
+
+    if (best == RTR_PLACE_NONE) {
+        return (rtr_decode_choice_t){.node = best, .tbt_ns = -1};
+    }
+    return (rtr_decode_choice_t){.node = best,
+                                 .fits = decode_fits(ask, &views[best]),
+                                 .tbt_ns = decode_tbt(ask, &views[best])};
 }
 
 /* --- admission -------------------------------------------------------------------------------- */

@@ -16,7 +16,7 @@
 
 /** A node that holds a match is preferred to pulling it elsewhere as if the pulled tokens cost so
  * many times their computation more: a copy takes memory and network from others. */
-#define RTR_KEEP_LOCAL_DEFAULT 4.0
+#define RTR_KEEP_LOCAL_DEFAULT 3.75
 
 typedef enum rtr_policy {
     RTR_POLICY_KV_AWARE = 0, /* predicted time to first token, with pulling */
@@ -55,11 +55,13 @@ double rtr_work_ns(const rtr_estimate_t *estimate, const rtr_work_t *work);
 typedef struct rtr_backlog {
     rtr_work_t work;
     uint64_t since_ns; /* the last end, or the begin of what is under way */
-    double lately;     /* tokens to compute that it was given, halved every RTR_LATELY_HALF_S */
+    double lately;     /* tokens to compute that it was given, halved every RTR_LATELY_HALF_NS */
     uint64_t lately_ns;
 } rtr_backlog_t;
 
-#define RTR_LATELY_HALF_S 300.0
+#define RTR_LATELY_HALF_NS                                                                         \
+    3.6e12 /* an hour: load is to be even over hours, queues see the rest                          \
+            */
 
 void rtr_backlog_add(rtr_backlog_t *backlog, const rtr_work_t *work, uint64_t now_ns);
 /** Takes out what was added. */
@@ -68,6 +70,7 @@ void rtr_backlog_remove(rtr_backlog_t *backlog, const rtr_work_t *work);
  * up to the time that the node was busy, also where it takes several at once. start_ns: when the
  * node was told. Call rtr_backlog_remove() too. */
 uint64_t rtr_backlog_end(rtr_backlog_t *backlog, uint64_t start_ns, uint64_t now_ns);
+/** Cost: O(1), without a call of the math library: every node is asked for every prompt. */
 double rtr_backlog_lately(const rtr_backlog_t *backlog, uint64_t now_ns);
 
 /* --- placing ---------------------------------------------------------------------------------- */

@@ -14,8 +14,9 @@
 #define SIM_INPUT_TOKENS_MAX (1u << 24)
 #define SIM_OUTPUT_TOKENS_MAX (1u << 20)
 #define SIM_TIME_MS_MAX 1e12
-#define SIM_BLOCK_ID_BITS 40 /* of a name in a file; what is above tells repeats of a trace apart  \
-                              */
+#define SIM_BLOCK_ID_BITS                                                                          \
+    40 /* of a name in a file; what is above tells repeats of a trace apart                        \
+        */
 #define SIM_WHY_CHARS_MAX 159
 
 typedef struct sim_request {

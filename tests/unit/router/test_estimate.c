@@ -189,7 +189,7 @@ static void test_backlog_forgets_old_load_by_halves(void **state)
 {
     rtr_backlog_t b = {0};
     const rtr_work_t w = rtr_work_of(100, 0, 0);
-    const uint64_t half_ns = (uint64_t)(RTR_LATELY_HALF_S * 1e9);
+    const uint64_t half_ns = (uint64_t)RTR_LATELY_HALF_NS;
     (void)state;
 
     rtr_backlog_add(&b, &w, 1);
