@@ -290,10 +290,16 @@ static double kv_bytes(const sim_t *s, uint64_t tokens)
     return (double)tokens * s->config->model.kv_token_bytes;
 }
 
+static double service_ns(const sim_t *s, const rtr_work_t *work)
+{
+    const sim_model_t *m = &s->config->model;
+    return m->prefill_prompt_ms * 1e6 + m->prefill_token_us * 1e3 * (double)work->tokens +
+           m->prefill_pair_ns * (double)work->pairs;
+}
+
 static td_status_t prefill_begin(sim_t *s, uint32_t node)
 {
     prefill_t *p = &s->prefills[node];
-    const sim_model_t *m = &s->config->model;
     const state_t *t = NULL;
     rtr_work_t work;
     uint64_t begin = 0;
@@ -305,9 +311,7 @@ static td_status_t prefill_begin(sim_t *s, uint32_t node)
     t = &s->states[p->current];
     work = rtr_work_of(request_of(s, p->current)->input_tokens + t->given, t->cached_tokens, 0);
     begin = TD_MAX(s->now_ns, t->pulled_ns);
-    p->service_ns =
-        (uint64_t)(m->prefill_prompt_ms * 1e6 + m->prefill_token_us * 1e3 * (double)work.tokens +
-                   m->prefill_pair_ns * (double)work.pairs);
+    p->service_ns = (uint64_t)service_ns(s, &work);
     p->computed_tokens += work.tokens;
     p->busy_ns += p->service_ns;
     return plan(s, begin + p->service_ns, EVENT_PREFILLED, node, ++p->service);
@@ -320,7 +324,7 @@ static void store_offer(sim_t *s, uint32_t r, prefill_t *p)
     const uint32_t full = full_blocks(s, r);
     uint32_t held = 0;
 
-    if (s->config->store_tokens == 0) {
+    if (s->config->store_tokens == 0 || s->config->pooled) {
         return;
     }
     held = sim_cache_match(s->cache, store_slot(s), blocks, full, false);
@@ -550,33 +554,62 @@ static uint32_t choose_source(const sim_t *s, uint32_t node, uint32_t blocks)
     return best;
 }
 
-/* Pulls what the source really has, over both links. Answers blocks of the prompt that are there
- * then. */
-static uint32_t pull(sim_t *s, uint32_t r, uint32_t node, uint32_t own, uint32_t wanted)
+/* Pulls what the source really has of the first `wanted` blocks, over both links. Answers blocks of
+ * the prompt that are there then. */
+static uint32_t pull(sim_t *s, uint32_t r, uint32_t node, uint32_t source, uint32_t own,
+                     uint32_t wanted)
 {
     state_t *t = &s->states[r];
-    const uint32_t source = choose_source(s, node, wanted);
-    uint64_t *egress = source == store_slot(s) ? &s->store_egress_ns
-                       : source == NONE        ? NULL
-                                               : &s->prefills[source].egress_ns;
-    uint32_t there = 0;
+    prefill_t *p = &s->prefills[node];
+    const uint32_t there = sim_cache_match(s->cache, source, blocks_of(s, r), wanted, true);
+    uint64_t *egress =
+        source == store_slot(s) ? &s->store_egress_ns : &s->prefills[source].egress_ns;
     double bytes = 0;
 
-    if (egress == NULL) {
-        return own;
-    }
-    there = sim_cache_match(s->cache, source, blocks_of(s, r), wanted, true);
     if (there <= own) {
         return own;
     }
     t->pulled_tokens = (there - own) * s->trace->block_tokens;
     bytes = kv_bytes(s, t->pulled_tokens);
-    t->pulled_ns =
-        TD_MAX(s->now_ns, TD_MAX(*egress, s->prefills[node].ingress_ns)) + link_ns(s, bytes);
+    t->pulled_ns = TD_MAX(s->now_ns, TD_MAX(*egress, p->ingress_ns)) + link_ns(s, bytes);
     *egress = t->pulled_ns;
-    s->prefills[node].ingress_ns = t->pulled_ns;
+    p->ingress_ns = t->pulled_ns;
     s->pulled_bytes += (uint64_t)bytes;
     return there;
+}
+
+/* What a node finds in the store by itself is fetched where that is faster than computing it. */
+static bool store_pays(const sim_t *s, uint32_t r, uint32_t node, uint32_t own, uint32_t there)
+{
+    const uint32_t bt = s->trace->block_tokens;
+    const uint32_t tokens = request_of(s, r)->input_tokens;
+    const rtr_work_t without = rtr_work_of(tokens, own * bt, 0);
+    const rtr_work_t with = rtr_work_of(tokens, there * bt, 0);
+    const uint64_t free_ns = TD_MAX(s->store_egress_ns, s->prefills[node].ingress_ns);
+    const double waits = free_ns > s->now_ns ? (double)(free_ns - s->now_ns) : 0;
+
+    return there > own && waits + (double)link_ns(s, kv_bytes(s, (uint64_t)(there - own) * bt)) <
+                              service_ns(s, &without) - service_ns(s, &with);
+}
+
+/* Answers the blocks of the prompt that the node will have. */
+static uint32_t fetch_prefix(sim_t *s, uint32_t r, const rtr_prefill_choice_t *choice, uint32_t own)
+{
+    const uint32_t wanted = choice->cached_tokens / s->trace->block_tokens;
+    const uint32_t store = s->config->store_tokens > 0 ? s->match[store_slot(s)] : 0;
+    uint32_t source = NONE;
+    uint32_t cached = own;
+
+    if (choice->work.pulled > 0) {
+        source = choose_source(s, choice->node, wanted);
+    }
+    if (source != NONE) {
+        cached = pull(s, r, choice->node, source, own, wanted);
+    }
+    if (cached == own && store_pays(s, r, choice->node, own, store)) {
+        cached = pull(s, r, choice->node, store_slot(s), own, store);
+    }
+    return cached;
 }
 
 /* The node looks what it has, and pulls what the router counted on. */
@@ -590,7 +623,7 @@ static td_status_t dispatch(sim_t *s, uint32_t r, const rtr_prefill_choice_t *ch
     const uint32_t reusable = sim_request_reusable(request_of(s, r), s->trace->block_tokens);
     const uint32_t slot = cache_slot(s, choice->node);
     const uint32_t own = sim_cache_match(s->cache, slot, blocks, reusable, false);
-    uint32_t cached = own;
+    uint32_t cached = 0;
 
     t->prefill = choice->node;
     t->decode = decode;
@@ -598,9 +631,7 @@ static td_status_t dispatch(sim_t *s, uint32_t r, const rtr_prefill_choice_t *ch
     t->placed_ns = s->now_ns;
     t->pulled_ns = s->now_ns;
     t->pulled_tokens = 0;
-    if (choice->work.pulled > 0) {
-        cached = pull(s, r, choice->node, own, choice->cached_tokens / s->trace->block_tokens);
-    }
+    cached = fetch_prefix(s, r, choice, own);
     t->cached_tokens = cached * s->trace->block_tokens;
     t->phase = PHASE_PREFILL;
     t->prefill_held = true;
@@ -864,9 +895,10 @@ static td_status_t open_index(sim_t *s)
         sim_cache_set_capacity(s->cache, i, own);
     }
     if (c->pooled) {
-        sim_cache_set_capacity(s->cache, 0, (uint32_t)TD_MIN(total - store, UINT32_MAX));
+        sim_cache_set_capacity(s->cache, 0, (uint32_t)TD_MIN(total, UINT32_MAX));
+    } else {
+        sim_cache_set_capacity(s->cache, store_slot(s), store);
     }
-    sim_cache_set_capacity(s->cache, store_slot(s), store);
     return rtr_hints_create((uint32_t)TD_MIN(hints, HINTS_MAX), slots, &s->hints);
 }
 
