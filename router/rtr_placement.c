@@ -6,9 +6,12 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 
-#define WORK_PULLED 3u       /* of the quantities of work: what was pulled */
-#define LOAD_WEIGHT 0.05     /* of a node's load above the mean, in times of the whole prompt */
-#define PRESSURE_WEIGHT 4.0  /* a node that would be full counts as five times as busy */
+#define WORK_PULLED 3u /* of the quantities of work: what was pulled */
+/* Of the square of a node's load above the mean, in times of the whole prompt: next to nothing for
+ * a few percent, which the queues see to, and more than any match soon after. */
+#define LOAD_WEIGHT 8.0
+#define PRESSURE_WEIGHT 4.0 /* a node that would be full counts as five times as busy */
+#define PULL_GUESS 0.5
 #define LATELY_HALVES_MAX 40 /* then it is nothing */
 #define TIE 1e-9
 
@@ -53,12 +56,12 @@ static void work_features(const rtr_work_t *work, double *out)
     out[WORK_PULLED] = (double)work->pulled;
 }
 
-/* Before a pull was seen, it is taken to cost as much as computing: a guess that it would be cheap
- * would send prompts away from the node that has them. */
+/* Before a pull was seen it is taken to cost half of computing: little enough to be tried where a
+ * queue is long, and not so little that prompts leave the node that has them. */
 static void assume_pulling(rtr_estimate_t *e)
 {
     if (e->xx[WORK_PULLED][WORK_PULLED] <= 0 && e->weights[WORK_PULLED] <= 0) {
-        e->weights[WORK_PULLED] = e->weights[0];
+        e->weights[WORK_PULLED] = PULL_GUESS * e->weights[0];
     }
 }
 
@@ -143,7 +146,7 @@ static uint32_t next_of(uint32_t at, uint32_t count)
 }
 
 /* While nothing at all is known a token is the unit of time: shares are then still right. */
-static const rtr_estimate_t unknown = {.weights = {1, 0, 0, 1}, .n = 1};
+static const rtr_estimate_t unknown = {.weights = {1, 0, 0, PULL_GUESS}, .n = 1};
 
 static const rtr_estimate_t *known_of(const rtr_estimate_t *own, const rtr_estimate_t *typical)
 {
@@ -238,16 +241,32 @@ static double mean_lately(const rtr_prefill_view_t *views, uint32_t count)
     return allowed > 0 ? sum / allowed : 0;
 }
 
-/* plan: of this node; mean: of what all got lately; whole_ns: the prompt without any cache. */
-static double prefill_score(const rtr_place_ask_t *ask, const rtr_prefill_view_t *v, double mean,
-                            const plan_t *plan, double queue, double whole_ns)
+/* What a node's load above the mean costs it. */
+static double above_ns(const common_t *c, const rtr_prefill_view_t *v, double mean,
+                       const rtr_estimate_t *known)
 {
-    const double above = mean > 0 ? v->lately / mean - 1 : 0;
+    double above = 0;
+
+    if (mean <= 0 || v->lately <= mean) {
+        return 0;
+    }
+    above = v->lately / mean - 1;
+    return LOAD_WEIGHT * above * above * rtr_estimate_ns(known, c->whole);
+}
+
+/* mean: of what all got lately. */
+static double prefill_score(const rtr_place_ask_t *ask, const common_t *c,
+                            const rtr_prefill_view_t *v, double mean)
+{
+    const rtr_estimate_t *known = known_of(v->estimate, ask->typical);
+    const double queue = queue_ns(known, v->backlog, ask->now_ns);
+    plan_t plan = {0};
 
     if (ask->policy == RTR_POLICY_LEAST_LOADED) {
         return queue;
     }
-    return queue + plan->ns + ask->keep_local * plan->kept_ns + LOAD_WEIGHT * whole_ns * above;
+    plan = plan_of(ask, c, v, known);
+    return queue + plan.ns + ask->keep_local * plan.kept_ns + above_ns(c, v, mean, known);
 }
 
 /* The nth of the views that are allowed, round and round. first: of the first view. */
@@ -296,7 +315,6 @@ static uint32_t best_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_
 {
     const double mean = mean_lately(views, count);
     const common_t common = common_of(ask);
-    const double whole_ns = rtr_estimate_ns(known_of(NULL, ask->typical), common.whole);
     uint32_t best = RTR_PLACE_NONE;
     double best_score = INFINITY;
     double best_lately = INFINITY;
@@ -304,15 +322,11 @@ static uint32_t best_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_
 
     for (uint32_t k = 0; k < count; k++, i = next_of(i, count)) {
         const rtr_prefill_view_t *v = &views[i];
-        const rtr_estimate_t *known = known_of(v->estimate, ask->typical);
-        plan_t plan = {0};
         double score = 0;
         if (!v->allowed) {
             continue;
         }
-        plan = plan_of(ask, &common, v, known);
-        score =
-            prefill_score(ask, v, mean, &plan, queue_ns(known, v->backlog, ask->now_ns), whole_ns);
+        score = prefill_score(ask, &common, v, mean);
         if (better(score, best_score, v->lately, best_lately)) {
             best = i;
             best_score = score;

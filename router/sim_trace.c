@@ -26,6 +26,9 @@ __attribute__((format(printf, 2, 3))) static td_status_t refuse(const reader_t *
     va_start(args, fmt);
     (void)vsnprintf(r->why + used, SIM_WHY_CHARS_MAX + 1 - (size_t)used, fmt, args);
     va_end(args);
+    for (char *at = r->why; *at != '\0'; at++) { /* a parser's message may quote the line */
+        *at = *at >= 0x20 && *at < 0x7f ? *at : '?';
+    }
     return TD_ERR_INVALID;
 }
 
