@@ -77,6 +77,7 @@ typedef struct app {
     sim_trace_t recorded;
     sim_trace_t trace;
     sim_fault_t faults[SIM_FAULTS_MAX];
+    sim_sweep_t sweep;
     const char *label; /* of the progress */
     bool shows;
 } app_t;
@@ -190,6 +191,24 @@ static int read_faults(app_t *app)
     return 0;
 }
 
+static int read_sweep(app_t *app)
+{
+    const td_config_t *o = app->options;
+
+    app->sweep.share = (double)td_config_u64(o, "sweep-percent") / 100;
+    if (sim_range_parse(td_config_text(o, "sweep-prefill"), &app->sweep.prefill) != TD_OK ||
+        sim_range_parse(td_config_text(o, "sweep-decode"), &app->sweep.decode) != TD_OK ||
+        sim_range_count(&app->sweep.prefill) * sim_range_count(&app->sweep.decode) >
+            SIM_SWEEP_CELLS_MAX) {
+        return complain("sweep", "ranges are A:B[:STEP] of 1 to 4096, 1024 pairs at most");
+    }
+    if (td_config_bool(o, "sweep") &&
+        (strcmp(td_config_text(o, "policy"), ALL) == 0 || app->config.fault_count > 0)) {
+        return complain("sweep", "takes one policy, and no failures");
+    }
+    return 0;
+}
+
 static int read_options(app_t *app)
 {
     const td_config_t *o = app->options;
@@ -221,10 +240,10 @@ static int read_options(app_t *app)
     };
     if (read_double(app, "rate-scale", 1e-6, 1e6, &app->load.rate_scale) != 0 ||
         read_double(app, "keep-local", 0, 1e6, &app->config.keep_local) != 0 ||
-        read_model(app) != 0) {
+        read_model(app) != 0 || read_faults(app) != 0) {
         return -1;
     }
-    return read_faults(app);
+    return read_sweep(app);
 }
 
 static int read_trace(app_t *app)
@@ -308,32 +327,23 @@ static int run_sweep(app_t *app, td_str_t *out)
 {
     const td_config_t *o = app->options;
     const char *plot = td_config_text(o, "plot");
-    const char *policy = td_config_text(o, "policy");
-    sim_sweep_t sweep = {.share = (double)td_config_u64(o, "sweep-percent") / 100};
+    sim_sweep_t *sweep = &app->sweep;
     td_status_t status = TD_OK;
     int rc = 0;
 
-    if (sim_range_parse(td_config_text(o, "sweep-prefill"), &sweep.prefill) != TD_OK ||
-        sim_range_parse(td_config_text(o, "sweep-decode"), &sweep.decode) != TD_OK ||
-        sim_range_count(&sweep.prefill) * sim_range_count(&sweep.decode) > SIM_SWEEP_CELLS_MAX) {
-        return complain("sweep", "ranges are A:B[:STEP] of 1 to 4096, 1024 pairs at most");
-    }
-    if (strcmp(policy, ALL) == 0 || app->config.fault_count > 0) {
-        return complain("sweep", "takes one policy, and no failures");
-    }
-    set_policy(app, policy);
+    set_policy(app, td_config_text(o, "policy"));
     app->label = "sweep";
-    status = sim_sweep_run(&sweep, &app->config, &app->trace, app, on_progress);
+    status = sim_sweep_run(sweep, &app->config, &app->trace, app, on_progress);
     progress_end(app);
     if (status == TD_OK) {
         status =
-            td_config_bool(o, "json") ? sim_sweep_json(&sweep, out) : sim_sweep_table(&sweep, out);
+            td_config_bool(o, "json") ? sim_sweep_json(sweep, out) : sim_sweep_table(sweep, out);
     }
     rc = status == TD_OK ? 0 : complain("not simulated", td_status_name(status));
     if (rc == 0 && plot != NULL) {
-        rc = write_plot(&sweep, plot);
+        rc = write_plot(sweep, plot);
     }
-    sim_sweep_fini(&sweep);
+    sim_sweep_fini(sweep);
     return rc;
 }
 
