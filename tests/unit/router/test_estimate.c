@@ -193,7 +193,9 @@ static void test_backlog_forgets_old_load_by_halves(void **state)
     (void)state;
 
     rtr_backlog_add(&b, &w, 1);
+    assert_true(near(rtr_backlog_lately(&b, 1 + half_ns / 2), 75) < 1e-6);
     assert_true(near(rtr_backlog_lately(&b, 1 + half_ns), 50) < 1e-6);
+    assert_true(rtr_backlog_lately(&b, 1 + 100 * half_ns) == 0);
     rtr_backlog_add(&b, &w, 1 + half_ns);
     assert_true(near(rtr_backlog_lately(&b, 1 + 2 * half_ns), 75) < 1e-6);
 }

@@ -170,9 +170,14 @@ static void test_cache_gives_up_what_was_used_least_recently(void **state)
     assert_int_equal(evicted_count, 1);
     assert_int_equal(evicted_block, 3); /* the end of a chain goes before its begin */
     assert_int_equal(sim_cache_match(c, 0, a, 3, false), 2);
+    sim_cache_use(c, 0, a, 1); /* used again: newer than all others */
+    sim_cache_use(c, 0, a + 2, 1);
+    assert_int_equal(evicted_block, 2);
+    sim_cache_use(c, 0, (const uint64_t[]){9}, 1);
+    assert_int_equal(evicted_block, 8);
     sim_cache_clear(c, 0);
     assert_int_equal(sim_cache_count(c, 0), 0);
-    assert_int_equal(evicted_count, 1);
+    assert_int_equal(evicted_count, 3);
     sim_cache_use(c, 0, a, 3);
     sim_cache_use(c, 1, b, 2);
     assert_int_equal(sim_cache_count(c, 0) + sim_cache_count(c, 1), 5);
@@ -380,6 +385,8 @@ static void test_run_goes_on_where_a_decode_node_died(void **state)
     assert_int_equal(r.completed, 1);
     assert_int_equal(r.moved, 1);
     assert_true(is_near(r.ttft_mean_s, 0.004)); /* its first token stays what it was */
+    /* Six tokens are there; ten are computed, which gives the seventh at 64 ms, and 13 follow. */
+    assert_true(is_near(r.tbt_mean_s, (0.064 + 0.130 - 0.004) / 19));
 }
 
 static void test_run_fails_what_has_no_node_left(void **state)
@@ -393,11 +400,16 @@ static void test_run_fails_what_has_no_node_left(void **state)
     config.fault_count = 1;
     r = run(&config, LINE(0, 4, 2, "[1]") LINE(5, 4, 2, "[1]"));
     assert_int_equal(r.failed, 2);
-    fault.up_ns = 50000000; /* comes back, with nothing in its cache */
+    fault.up_ns = 50000000;
     r = run(&config, LINE(0, 4, 2, "[1]") LINE(5, 4, 2, "[1]"));
     assert_int_equal(r.completed, 2);
     assert_int_equal(r.moved, 1);
+    fault.at_ns = 20000000; /* comes back with nothing in its cache */
+    r = run(&config, LINE(0, 9, 1, "[1, 2, 3]") LINE(100, 9, 1, "[1, 2, 3]"));
     assert_true(is_near(r.hit_rate, 0));
+    config.fault_count = 0;
+    r = run(&config, LINE(0, 9, 1, "[1, 2, 3]") LINE(100, 9, 1, "[1, 2, 3]"));
+    assert_true(is_near(r.hit_rate, 2 / 6.0));
 }
 
 static void test_run_is_the_same_for_the_same_seed(void **state)
