@@ -156,7 +156,9 @@ static const rtr_estimate_t *known_of(const rtr_estimate_t *own, const rtr_estim
     return typical != NULL && typical->n > 0 ? typical : &unknown;
 }
 
-/* What is under way takes this much longer; its first prompt has been at it for some time. */
+/* What is under way takes this much longer; its first prompt has been at it for some time. A node
+ * that should have ended by now is taken to need as long again as it is late: one that is stuck
+ * must not look idle. */
 static double queue_ns(const rtr_estimate_t *known, const rtr_backlog_t *b, uint64_t now_ns)
 {
     double left = 0;
@@ -168,7 +170,7 @@ static double queue_ns(const rtr_estimate_t *known, const rtr_backlog_t *b, uint
     if (known != &unknown && now_ns > b->since_ns) {
         left -= (double)(now_ns - b->since_ns);
     }
-    return left > 0 ? left : 0;
+    return fabs(left);
 }
 
 /* What is the same for all nodes: the prompt computed whole, and with all that can be pulled. */
@@ -187,9 +189,11 @@ static void work_fill(uint32_t prompt_tokens, uint32_t cached_tokens, double *ou
 
 static common_t common_of(const rtr_place_ask_t *ask)
 {
-    const uint32_t last = TD_MIN(ask->granule_tokens, ask->prompt_tokens);
-    common_t c = {.most = ask->prompt_tokens - last};
+    const uint32_t before_last = ask->prompt_tokens > 0 ? ask->prompt_tokens - 1 : 0;
+    common_t c = {0};
 
+    TD_ASSERT(ask->granule_tokens > 0);
+    c.most = before_last / ask->granule_tokens * ask->granule_tokens;
     c.pool = ask->policy == RTR_POLICY_KV_AWARE ? TD_MIN(ask->pool_tokens, c.most) : 0;
     work_fill(ask->prompt_tokens, 0, c.whole);
     work_fill(ask->prompt_tokens, c.pool, c.pulled);

@@ -90,7 +90,7 @@ typedef struct rtr_place_ask {
     uint64_t turn; /* a running number: breaks ties in rotation */
     uint64_t draw; /* random bits, for RTR_POLICY_RANDOM */
     uint32_t prompt_tokens;
-    uint32_t granule_tokens;           /* least work of a prompt: its last block is computed */
+    uint32_t granule_tokens;           /* a block: whole ones are reused, the last token never is */
     uint32_t pool_tokens;              /* longest prefix that a node could pull; 0: none */
     double keep_local;                 /* RTR_KEEP_LOCAL_DEFAULT */
     const rtr_estimate_t *typical;     /* of all prefill nodes */

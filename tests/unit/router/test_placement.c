@@ -74,6 +74,18 @@ static void test_place_prefill_prefers_the_match_when_load_is_even(void **state)
     assert_int_equal((uint64_t)rtr_place_prefill(&fx->ask, fx->views, NODES).ttft_ns, 32000);
 }
 
+static void test_place_prefill_always_computes_the_last_token(void **state)
+{
+    fixture_t *fx = fresh(state);
+
+    fx->views[0].match_tokens = 512; /* all of it: the last block is computed again */
+    assert_int_equal(rtr_place_prefill(&fx->ask, fx->views, 1).work.tokens, 16);
+    fx->ask.prompt_tokens = 513;
+    assert_int_equal(rtr_place_prefill(&fx->ask, fx->views, 1).work.tokens, 1);
+    fx->ask.prompt_tokens = 0;
+    assert_int_equal(rtr_place_prefill(&fx->ask, fx->views, 1).work.tokens, 0);
+}
+
 static void
 test_f11_place_prefill_leaves_a_hot_node_when_its_queue_outweighs_the_match(void **state)
 {
@@ -86,6 +98,8 @@ test_f11_place_prefill_leaves_a_hot_node_when_its_queue_outweighs_the_match(void
     assert_int_equal(place(fx, 2), 1);
     fx->ask.now_ns = 300000; /* half of what is under way must be done by now */
     assert_int_equal(place(fx, 2), 0);
+    fx->ask.now_ns = 1500000; /* it should have ended long ago */
+    assert_int_equal(place(fx, 2), 1);
 }
 
 /* All requests share a first block, as in public traces: they must not all go to one node. */
@@ -353,6 +367,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_policy_names_go_both_ways),
         cmocka_unit_test(test_place_prefill_prefers_the_match_when_load_is_even),
+        cmocka_unit_test(test_place_prefill_always_computes_the_last_token),
         cmocka_unit_test(
             test_f11_place_prefill_leaves_a_hot_node_when_its_queue_outweighs_the_match),
         cmocka_unit_test(test_f11_a_shared_prefix_spreads_over_all_nodes),
