@@ -205,7 +205,7 @@ typedef struct plan {
     uint32_t own;    /* tokens */
     uint32_t pulled; /* tokens */
     double ns;
-    double kept_ns; /* computing what is pulled: what the copy takes from others */
+    double kept_ns; /* computing the pulled tokens: what the copy takes from others */
 } plan_t;
 
 static plan_t plan_of(const rtr_place_ask_t *ask, const common_t *c, const rtr_prefill_view_t *v,
@@ -226,7 +226,7 @@ static plan_t plan_of(const rtr_place_ask_t *ask, const common_t *c, const rtr_p
     }
     with_pull = rtr_estimate_ns(known, c->pulled);
     if (with_pull + known->weights[WORK_PULLED] * (c->pool - plan.own) < plan.ns) {
-        plan.kept_ns = plan.ns - with_pull;
+        plan.kept_ns = known->weights[0] * (c->pool - plan.own);
         plan.pulled = c->pool - plan.own;
         plan.ns = with_pull + known->weights[WORK_PULLED] * plan.pulled;
     }

@@ -16,7 +16,7 @@
 
 /** A node that holds a match is preferred to pulling it elsewhere as if the pulled tokens cost so
  * many times their computation more: a copy takes memory and network from others. */
-#define RTR_KEEP_LOCAL_DEFAULT 4.0
+#define RTR_KEEP_LOCAL_DEFAULT 4.5
 
 typedef enum rtr_policy {
     RTR_POLICY_KV_AWARE = 0, /* predicted time to first token, with pulling */

@@ -50,7 +50,7 @@ static const td_option_t options[] = {
      1u << 30},
     {"admission", TD_OPTION_BOOL, "false", "refuse early what is predicted to break the SLO"},
     {"keep-local", TD_OPTION_TEXT, NULL,
-     "how much more a pulled token costs than its transfer, in times of its computation [4]"},
+     "how much more a pulled token costs than its transfer, in times of its computation [4.5]"},
     {"index", TD_OPTION_CHOICE, "hints",
      "hints: the router knows what it has placed; events: also what was evicted", 0, 0,
      "hints|events"},
