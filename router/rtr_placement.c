@@ -12,7 +12,8 @@
 #define LOAD_WEIGHT 8.0
 #define PRESSURE_WEIGHT 4.0 /* a node that would be full counts as five times as busy */
 #define PULL_GUESS 0.5
-#define LATELY_HALVES_MAX 40 /* then it is nothing */
+#define LATELY_HALVES_MAX 40    /* then it is nothing */
+#define DECODE_MATCH_WEIGHT 0.1 /* a prompt that is all there is worth so much of the time */
 #define TIE 1e-9
 
 static const char *const policy_names[RTR_POLICIES] = {"kv_aware", "local_aware", "least_loaded",
@@ -404,11 +405,16 @@ static double decode_score(const rtr_place_ask_t *ask, const rtr_decode_view_t *
     const double fill = total <= 0 ? 0 : promised < total ? promised / total : 1;
     const double sequences = (double)v->running + ask->sequences;
     const double tbt = decode_tbt(ask, v);
+    double there = 0; /* of the blocks, what needn't come */
 
     if (ask->policy == RTR_POLICY_LEAST_LOADED) {
         return sequences;
     }
-    return (tbt >= 0 ? tbt : sequences) * (1 + PRESSURE_WEIGHT * fill * fill * fill);
+    if (v->match_blocks > 0) {
+        there = v->match_blocks < ask->need_blocks ? (double)v->match_blocks / ask->need_blocks : 1;
+    }
+    return (tbt >= 0 ? tbt : sequences) * (1 + PRESSURE_WEIGHT * fill * fill * fill) *
+           (1 - DECODE_MATCH_WEIGHT * there);
 }
 
 static uint32_t best_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
@@ -417,7 +423,6 @@ static uint32_t best_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t 
     uint32_t best = RTR_PLACE_NONE;
     bool best_fits = false;
     double best_score = INFINITY;
-    double best_match = INFINITY;
     uint32_t i = count > 0 ? (uint32_t)(ask->turn % count) : 0;
 
     for (uint32_t k = 0; k < count; k++, i = next_of(i, count)) {
@@ -428,12 +433,10 @@ static uint32_t best_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t 
             continue;
         }
         score = decode_score(ask, v);
-        if ((fits && !best_fits) ||
-            better(score, best_score, -(double)v->match_blocks, best_match)) {
+        if ((fits && !best_fits) || better(score, best_score, 0, 0)) {
             best = i;
             best_fits = fits;
             best_score = score;
-            best_match = -(double)v->match_blocks;
         }
     }
     return best;

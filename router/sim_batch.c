@@ -4,6 +4,8 @@
 
 #include "common/base/td_base.h"
 
+#define STEPS_NS_MAX 1e15 /* eleven days: what takes longer is cut, so that no sum overflows */
+
 double sim_batch_step_ns(const sim_batch_t *b, const sim_model_t *m)
 {
     return m->decode_step_ms * 1e6 + m->decode_sequence_us * 1e3 * b->count +
@@ -14,7 +16,7 @@ uint64_t sim_batch_steps_ns(const sim_batch_t *b, const sim_model_t *m, uint32_t
 {
     const double n = steps;
     const double growth = m->decode_kv_token_ns * b->count;
-    return (uint64_t)(n * sim_batch_step_ns(b, m) + growth * n * (n - 1) / 2);
+    return (uint64_t)fmin(n * sim_batch_step_ns(b, m) + growth * n * (n - 1) / 2, STEPS_NS_MAX);
 }
 
 uint32_t sim_batch_until_end(const sim_batch_t *b)

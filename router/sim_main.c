@@ -258,9 +258,14 @@ static int read_trace(app_t *app)
                        why) != TD_OK) {
         return complain(path, why);
     }
-    return sim_trace_shape(&app->recorded, &app->load, &app->trace) == TD_OK
-               ? 0
-               : complain(path, "out of memory");
+    switch (sim_trace_shape(&app->recorded, &app->load, &app->trace)) {
+    case TD_OK:
+        return 0;
+    case TD_ERR_TOO_LARGE:
+        return complain(path, "at this rate it would last for more than a hundred years");
+    default:
+        return complain(path, "out of memory");
+    }
 }
 
 static void set_policy(app_t *app, const char *name)

@@ -17,6 +17,9 @@
 #define HINTS_MAX (1u << 24)
 #define ANSWER_SMOOTH 0.02 /* of the mean time of an answer, the newest one's share */
 #define PROGRESS_EVERY 1000u
+/* What takes longer is cut, so that no sum of times overflows. */
+#define LINK_NS_MAX 1e12
+#define SERVICE_NS_MAX 1e15
 
 typedef enum event_kind {
     EVENT_PREFILLED, /* id: prefill node; version: its service */
@@ -282,7 +285,7 @@ static void request_refuse(sim_t *s, uint32_t r, uint32_t retry_s)
 
 static uint64_t link_ns(const sim_t *s, double bytes)
 {
-    return (uint64_t)(bytes / s->config->model.link_gb_s); /* 10^9 bytes a second: bytes a ns */
+    return (uint64_t)fmin(bytes / s->config->model.link_gb_s, LINK_NS_MAX); /* it is bytes a ns */
 }
 
 static double kv_bytes(const sim_t *s, uint64_t tokens)
@@ -293,8 +296,10 @@ static double kv_bytes(const sim_t *s, uint64_t tokens)
 static double service_ns(const sim_t *s, const rtr_work_t *work)
 {
     const sim_model_t *m = &s->config->model;
-    return m->prefill_prompt_ms * 1e6 + m->prefill_token_us * 1e3 * (double)work->tokens +
-           m->prefill_pair_ns * (double)work->pairs;
+    const double ns = m->prefill_prompt_ms * 1e6 +
+                      m->prefill_token_us * 1e3 * (double)work->tokens +
+                      m->prefill_pair_ns * (double)work->pairs;
+    return fmin(ns, SERVICE_NS_MAX);
 }
 
 static td_status_t prefill_begin(sim_t *s, uint32_t node)
@@ -510,7 +515,8 @@ static rtr_place_ask_t ask_of(sim_t *s, uint32_t r, uint32_t best)
 
 static void fill_views(sim_t *s)
 {
-    const uint32_t total = (uint32_t)(s->config->model.decode_kv_tokens / s->trace->block_tokens);
+    const uint32_t total =
+        (uint32_t)fmin(s->config->model.decode_kv_tokens / s->trace->block_tokens, UINT32_MAX);
 
     for (uint32_t i = 0; i < s->config->prefill_count; i++) {
         const prefill_t *p = &s->prefills[i];
@@ -863,6 +869,9 @@ static td_status_t run(sim_t *s)
             const sim_event_t e = sim_events_take(&s->events);
             s->now_ns = e.at_ns;
             TD_TRY(handle(s, &e));
+        }
+        if (s->now_ns > (uint64_t)SIM_TIME_NS_MAX) {
+            return TD_ERR_TOO_LARGE;
         }
     }
     for (; s->waiting.first != NONE; s->result->failed++) { /* nodes are down for ever */

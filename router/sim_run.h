@@ -71,6 +71,7 @@ typedef struct sim_result {
 } sim_result_t;
 
 /** Runs the trace to its end. Units: block_tokens of the trace are those of the caches.
- * Errors: TD_ERR_INVALID (a number of nodes out of bounds), TD_ERR_NO_MEMORY. */
+ * Errors: TD_ERR_INVALID (a number of nodes out of bounds), TD_ERR_NO_MEMORY, TD_ERR_TOO_LARGE
+ * (it lasts longer than SIM_TIME_NS_MAX). */
 TD_MUST_CHECK td_status_t sim_run(const sim_config_t *config, const sim_trace_t *trace,
                                   sim_result_t *out);

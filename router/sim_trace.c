@@ -309,17 +309,23 @@ td_status_t sim_trace_shape(const sim_trace_t *t, const sim_load_t *load, sim_tr
         const uint64_t round = i / t->count;
         sim_request_t r = t->requests[at];
         const uint64_t *blocks = &t->blocks[r.first_block];
-        uint64_t ns = load->arrivals == SIM_ARRIVALS_SPREAD ? spread_ns(t, at) : r.arrival_ns;
+        const uint64_t first = t->requests[0].arrival_ns;
+        const uint64_t recorded =
+            (load->arrivals == SIM_ARRIVALS_SPREAD ? spread_ns(t, at) : r.arrival_ns) - first;
+        const double repeated = (double)recorded + (double)round * (double)span_ns(t);
+        double ns = repeated / load->rate_scale;
+        td_status_t status = trace_reserve(&shaped, r.block_count);
 
-        if (trace_reserve(&shaped, r.block_count) != TD_OK) {
-            sim_trace_fini(&shaped);
-            return TD_ERR_NO_MEMORY;
-        }
-        ns = ns - t->requests[0].arrival_ns + round * span_ns(t);
         poisson_ns += gap * sim_random_exponential(&random);
-        r.arrival_ns = load->arrivals == SIM_ARRIVALS_POISSON
-                           ? (uint64_t)poisson_ns
-                           : (uint64_t)((double)ns / load->rate_scale);
+        ns = load->arrivals == SIM_ARRIVALS_POISSON ? poisson_ns : ns;
+        if (status == TD_OK && ns > SIM_TIME_NS_MAX) {
+            status = TD_ERR_TOO_LARGE;
+        }
+        if (status != TD_OK) {
+            sim_trace_fini(&shaped);
+            return status;
+        }
+        r.arrival_ns = (uint64_t)ns;
         r.first_block = shaped.block_count;
         for (uint32_t k = 0; k < r.block_count; k++) {
             shaped.blocks[shaped.block_count++] = blocks[k] | round << SIM_BLOCK_ID_BITS;

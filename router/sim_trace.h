@@ -14,6 +14,7 @@
 #define SIM_INPUT_TOKENS_MAX (1u << 24)
 #define SIM_OUTPUT_TOKENS_MAX (1u << 20)
 #define SIM_TIME_MS_MAX 1e12
+#define SIM_TIME_NS_MAX 4e18 /* of a simulation: no sum of times overflows */
 #define SIM_BLOCK_ID_BITS                                                                          \
     40 /* of a name in a file; what is above tells repeats of a trace apart                        \
         */
@@ -60,7 +61,8 @@ typedef struct sim_load {
     uint64_t seed;
 } sim_load_t;
 
-/** What is to be simulated, of a recorded trace. Errors: TD_ERR_NO_MEMORY.
+/** What is to be simulated, of a recorded trace. Errors: TD_ERR_NO_MEMORY, TD_ERR_TOO_LARGE (it
+ * would last longer than SIM_TIME_NS_MAX).
  * Owner: the caller ends *out with sim_trace_fini(). */
 TD_MUST_CHECK td_status_t sim_trace_shape(const sim_trace_t *trace, const sim_load_t *load,
                                           sim_trace_t *out);

@@ -146,6 +146,9 @@ def test_bad_options_are_refused(options):
                       (("--sweep", "--sweep-prefill", "3:1"), "sweep"), (("--what", "1"), "what")):
         _, err = sim(options, "--trace", TRACE, *args, code=2)
         assert why in err, (args, err)
+    slow = ("--requests", 4000000, "--rate-scale", "1e-6")
+    assert "more than a hundred years" in sim(options, "--trace", TRACE, *slow, code=2)[1]
+    figures(options, "--prefill-token-us", "1e9", "--decode-step-ms", "1e6")  # no time overflows
     assert "--trace FILE is needed" in sim(options, code=2)[1]
     assert "cannot be read" in sim(options, "--trace", "/nowhere/x", code=2)[1]
     json.loads(sim(options, "--json", env={"TANDEM_TRACE": TRACE})[0])  # as all programs do

@@ -293,6 +293,20 @@ static void test_place_decode_prefers_a_match_among_equals(void **state)
     assert_int_equal(place_decode(views, 2, 4).node, 1);
 }
 
+static void test_place_decode_lets_a_match_outweigh_little(void **state)
+{
+    const rtr_estimate_t slow = {.weights = {107}, .n = 9};
+    const rtr_estimate_t slower = {.weights = {120}, .n = 9};
+    const rtr_estimate_t fast = {.weights = {100}, .n = 9};
+    rtr_decode_view_t views[] = {{.allowed = true, .tbt = &fast},
+                                 {.allowed = true, .match_blocks = 4, .tbt = &slow}};
+    (void)state;
+    assert_int_equal(place_decode(views, 2, 4).node, 1);  /* small errors of estimates */
+    assert_int_equal(place_decode(views, 2, 40).node, 0); /* little of it is there */
+    views[1].tbt = &slower;
+    assert_int_equal(place_decode(views, 2, 4).node, 0);
+}
+
 static void test_place_decode_takes_the_least_predicted_time_between_tokens(void **state)
 {
     const rtr_estimate_t slow = {.weights = {100, 10, 0.1}, .n = 9};
@@ -382,6 +396,7 @@ int main(void)
         cmocka_unit_test(test_place_decode_takes_the_fewest_sequences),
         cmocka_unit_test(test_place_decode_sees_growth),
         cmocka_unit_test(test_place_decode_prefers_a_match_among_equals),
+        cmocka_unit_test(test_place_decode_lets_a_match_outweigh_little),
         cmocka_unit_test(test_place_decode_takes_the_least_predicted_time_between_tokens),
         cmocka_unit_test(test_decode_policies_that_look_at_nothing),
         cmocka_unit_test(test_admission_refuses_what_breaks_the_slo),
