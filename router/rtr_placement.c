@@ -433,7 +433,7 @@ static uint32_t best_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t 
             continue;
         }
         score = decode_score(ask, v);
-        if ((fits && !best_fits) || better(score, best_score, 0, 0)) {
+        if (best == RTR_PLACE_NONE || (fits && !best_fits) || better(score, best_score, 0, 0)) {
             best = i;
             best_fits = fits;
             best_score = score;

@@ -280,6 +280,7 @@ static void test_place_decode_sees_growth(void **state)
     assert_int_equal(place_decode(views, 2, 10).node, 1); /* the first could not hold it */
     assert_int_equal(place_decode(views, 2, 4).node, 1);  /* nearly full counts as busy */
     assert_false(place_decode(views, 1, 10).fits);
+    assert_int_equal(place_decode(views, 1, 10).node, 0); /* it is asked all the same */
     assert_true(place_decode(views, 1, 4).fits);
 }
 
