@@ -41,8 +41,8 @@ typedef struct ctl_request {
 uint8_t *ctl_encode(const ctl_request_t *request, uint64_t id, size_t *len_out);
 
 typedef struct ctl_shown {
-    int exit_code;     /* 0; 1: the router refused, or what came is no Reply */
-    uint64_t newest;   /* number of the last event that was shown; 0: none */
+    int exit_code;   /* 0; 1: the router refused, or what came is no Reply */
+    uint64_t newest; /* number of the last event that was shown; 0: none */
 } ctl_shown_t;
 
 /** Prints a Reply to out: tables for people, or one line of JSON; refusals to err. */

@@ -129,8 +129,22 @@ static bool add_key(ctl_request_t *r, const char *hex)
     return true;
 }
 
-enum { OPT_ROUTER = 256, OPT_KEYS, OPT_JSON, OPT_WATCH, OPT_PROMPT, OPT_PROMPT_FILE, OPT_SALT,
-       OPT_KEY, OPT_SOFT, OPT_EXPLORE, OPT_SINCE, OPT_FOLLOW, OPT_HELP, OPT_VERSION };
+enum {
+    OPT_ROUTER = 256,
+    OPT_KEYS,
+    OPT_JSON,
+    OPT_WATCH,
+    OPT_PROMPT,
+    OPT_PROMPT_FILE,
+    OPT_SALT,
+    OPT_KEY,
+    OPT_SOFT,
+    OPT_EXPLORE,
+    OPT_SINCE,
+    OPT_FOLLOW,
+    OPT_HELP,
+    OPT_VERSION
+};
 
 /* Takes one option. Answers its text's fault, or NULL. */
 static const char *take_option(options_t *o, int option, const char *value)
@@ -163,7 +177,8 @@ static const char *take_option(options_t *o, int option, const char *value)
         o->request.salt = value;
         return NULL;
     case OPT_KEY:
-        return add_key(&o->request, value) ? NULL : "--key: 32 hexadecimal digits are expected, not ";
+        return add_key(&o->request, value) ? NULL
+                                           : "--key: 32 hexadecimal digits are expected, not ";
     case OPT_SOFT:
         o->request.soft = true;
         return NULL;
@@ -206,8 +221,8 @@ static int check_command(options_t *o, int argc, char **argv)
 {
     ctl_request_t *r = &o->request;
     const int command = argc > 0 ? command_of(argv[0]) : -1;
-    const bool names_something = command == CTL_DRAIN || command == CTL_UNDRAIN ||
-                                 command == CTL_KEYGEN;
+    const bool names_something =
+        command == CTL_DRAIN || command == CTL_UNDRAIN || command == CTL_KEYGEN;
 
     if (argc == 0) {
         return usage("a command is expected", "");
@@ -216,7 +231,8 @@ static int check_command(options_t *o, int argc, char **argv)
         return usage("no such command: ", argv[0]);
     }
     if (argc != (names_something ? 2 : 1)) {
-        return usage(names_something ? "one name is expected behind " : "nothing is expected behind ",
+        return usage(names_something ? "one name is expected behind "
+                                     : "nothing is expected behind ",
                      argv[0]);
     }
     r->command = (ctl_command_t)command;
@@ -321,7 +337,8 @@ static void *connect_router(const options_t *o, void *context)
         zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, router_public, Z85_CHARS + 1) != 0 ||
         zmq_setsockopt(socket, ZMQ_CURVE_PUBLICKEY, public_key, Z85_CHARS + 1) != 0 ||
         zmq_setsockopt(socket, ZMQ_CURVE_SECRETKEY, secret, Z85_CHARS + 1) != 0) {
-        (void)fprintf(stderr, "tandemctl: %s: keys in Z85 are expected in router.pub and admin.key\n",
+        (void)fprintf(stderr,
+                      "tandemctl: %s: keys in Z85 are expected in router.pub and admin.key\n",
                       o->keys);
     } else if (zmq_connect(socket, o->router != NULL ? o->router : endpoint) != 0) {
         (void)fprintf(stderr, "tandemctl: %s: %s\n", o->router != NULL ? o->router : endpoint,
@@ -369,8 +386,9 @@ static bool show_reply(void *socket, const options_t *o, int wait_ms, ctl_shown_
 
 static int no_answer(void)
 {
-    (void)fprintf(stderr, "tandemctl: no answer within %d s: is the router up, and is this key in "
-                          "its file `allow`?\n",
+    (void)fprintf(stderr,
+                  "tandemctl: no answer within %d s: is the router up, and is this key in "
+                  "its file `allow`?\n",
                   ANSWER_MS / 1000);
     return NO_ANSWER;
 }
@@ -400,7 +418,8 @@ static int ask(void *socket, options_t *o)
     for (;;) {
         ctl_shown_t shown = {0};
         struct timespec pause = {.tv_sec = (time_t)o->watch_s,
-                                 .tv_nsec = (long)(1e9 * (o->watch_s - (double)(time_t)o->watch_s))};
+                                 .tv_nsec =
+                                     (long)(1e9 * (o->watch_s - (double)(time_t)o->watch_s))};
         if (o->watch_s > 0 && !o->json && isatty(STDOUT_FILENO)) {
             (void)fputs("\033[H\033[2J", stdout);
         }

@@ -289,8 +289,8 @@ static json_t *node_json(const PB(Node) * n)
 
 static void show_nodes(const PB(Nodes) * nodes, bool json, FILE *out)
 {
-    static const char *const names[] = {"node",      "role",   "state", "silent ms", "free",
-                                        "blocks",    "prefills", "ahead", "sequences", "promised",
+    static const char *const names[] = {"node",     "role",     "state", "silent ms", "free",
+                                        "blocks",   "prefills", "ahead", "sequences", "promised",
                                         "tokens/s", "endpoint", NULL};
     json_t *object = json ? json_object() : NULL;
     json_t *array = json ? json_array() : NULL;
@@ -360,7 +360,7 @@ static void show_store(const PB(StoreResult) * r, bool json, FILE *out)
 
 static void show_speculation(const PB(Speculation) * s, bool json, FILE *out)
 {
-    static const char *const names[] = {"tenant",        "class",        "drafter", "tokens/step",
+    static const char *const names[] = {"tenant",   "class",        "drafter", "tokens/step",
                                         "tokens/s", "1st accepted", NULL};
     json_t *object = json ? json_object() : NULL;
     json_t *array = json ? json_array() : NULL;

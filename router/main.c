@@ -52,6 +52,8 @@ static const td_option_t options[] = {
      TD_DRAFT_TOKENS_MAX},
     {"draft-explore", TD_OPTION_COUNT, "5",
      "percent of open requests that try another drafter or bound of k, to learn", 0, 100},
+    {"policy", TD_OPTION_CHOICE, "kv_aware", "how prompts are placed on nodes", 0, 0,
+     RTR_POLICY_NAMES},
     {"api-key-file", TD_OPTION_TEXT, NULL, "one key a line, mode 0600: then a key is needed"},
     {"admin", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the admin RPC; none: there is no such"},
     {"admin-keys", TD_OPTION_TEXT, NULL,
@@ -123,6 +125,7 @@ static td_status_t start(app_t *app)
         return TD_ERR_INVALID;
     }
     TD_TRY(start_model(app));
+    TD_TRY(rtr_policy_parse(td_config_text(config, "policy"), &loop.policy));
     if (keys != NULL) {
         TD_TRY(rtr_auth_load(keys, &app->auth));
     }

@@ -321,7 +321,8 @@ static bool is_allowed(const rtr_admin_socket_t *s, const frame_t frames[ZAP_FRA
         frames[6].len != KEY_BYTES) {
         return false;
     }
-    for (uint32_t i = 0; i < s->allowed_count; i++) { /* all of them: how long it takes says nothing */
+    for (uint32_t i = 0; i < s->allowed_count;
+         i++) { /* all of them: how long it takes says nothing */
         found |= sodium_memcmp(frames[6].bytes, s->allowed[i], KEY_BYTES) == 0;
     }
     return found;

@@ -1,9 +1,9 @@
-/* rtr_admin_socket.h - the admin RPC's socket: a ROUTER with CURVE keys that only clients on the list
- * get through. Nothing is known here of what the messages say.
- * A folder holds the keys, each file mode 0600: router.key (its secret; made with the others when it is
- * missing), router.pub, admin.key (a first client's secret), allow (clients' public keys, one a line,
- * read at the start), all in Z85 (ZeroMQ RFC 32); and endpoint, where the socket is bound. Source: ZeroMQ RFC 26 (CURVE), RFC 27 (ZAP).
- * Threads: loop. */
+/* rtr_admin_socket.h - the admin RPC's socket: a ROUTER with CURVE keys that only clients on the
+ * list get through. Nothing is known here of what the messages say. A folder holds the keys, each
+ * file mode 0600: router.key (its secret; made with the others when it is missing), router.pub,
+ * admin.key (a first client's secret), allow (clients' public keys, one a line, read at the start),
+ * all in Z85 (ZeroMQ RFC 32); and endpoint, where the socket is bound. Source: ZeroMQ RFC 26
+ * (CURVE), RFC 27 (ZAP). Threads: loop. */
 #pragma once
 
 #include <stdbool.h>

@@ -1,3 +1,4 @@
+#include <inttypes.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
@@ -33,6 +34,8 @@ struct rtr_admin {
     rtr_admin_config_t config;
     rtr_admin_socket_t *socket;
     uint64_t started_ns;
+    uint64_t refused; /* requests that were none */
+    uint64_t next_warning_ns;
     td_str_t body; /* scratch */
     td_str_t out;  /* scratch */
     ask_t asks[RTR_ADMIN_ASKS_MAX];
@@ -100,7 +103,7 @@ static bool send_reply(rtr_admin_t *a, const rtr_admin_name_t *to, PB(Reply) * r
         td_free(bytes);
     }
     if (status != TD_OK) {
-        TD_LOG_WARN("admin reply not sent", "status=%s bytes=%zu", td_status_name(status), len);
+        TD_LOG_DEBUG("admin reply not sent", "status=%s bytes=%zu", td_status_name(status), len);
     }
     return status == TD_OK;
 }
@@ -129,7 +132,7 @@ static void answer_status(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t i
     PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
     PB(Status) s = TANDEM__ADMIN__V1__STATUS__INIT;
     PB(Count) counts[RTR_OUTCOME_COUNT];
-    PB(Count) *list[RTR_OUTCOME_COUNT];
+    PB(Count) * list[RTR_OUTCOME_COUNT];
 
     for (uint32_t i = 0; i < RTR_OUTCOME_COUNT; i++) {
         tandem__admin__v1__count__init(&counts[i]);
@@ -172,18 +175,18 @@ static void fill_node(const rtr_node_t *n, bool is_master, node_view_t *out)
     tandem__admin__v1__node__init(pb);
     pb->id = lend(n->id);
     pb->role = lend(td_role_name(n->role));
-    pb->state = !n->live                             ? TANDEM__ADMIN__V1__NODE_STATE__DEAD
+    pb->state = !n->live                         ? TANDEM__ADMIN__V1__NODE_STATE__DEAD
                 : n->drained || n->beat.draining ? TANDEM__ADMIN__V1__NODE_STATE__DRAINING
-                                                     : TANDEM__ADMIN__V1__NODE_STATE__LIVE;
+                                                 : TANDEM__ADMIN__V1__NODE_STATE__LIVE;
     pb->incarnation = n->incarnation;
     pb->endpoint = lend(n->endpoint);
     pb->http = lend(n->http);
     pb->silent_ms = (td_now_ns() - n->seen_ns) / TD_NS_PER_MS;
     pb->free_blocks = n->beat.free_blocks;
     pb->total_blocks = n->beat.total_blocks;
-    pb->prefills = n->prefills;
+    pb->prefills = (uint32_t)TD_MIN(n->backlog.work.prompts, UINT32_MAX);
     pb->sequences = n->sequences;
-    pb->ahead_tokens = n->ahead_tokens;
+    pb->ahead_tokens = n->backlog.work.tokens;
     pb->promised_blocks = n->promised_blocks;
     pb->tokens_per_s = n->beat.tokens_per_s;
     pb->drained = n->drained;
@@ -313,7 +316,7 @@ static td_status_t send_order(rtr_admin_t *a, const rtr_node_t *master, PB(Store
                               uint64_t request, const td_block_key_t *keys, uint32_t count)
 {
     td_msg_t msg = {.type = action == TANDEM__ADMIN__V1__STORE_ACTION__EVICT ? TD_MSG_STORE_REMOVE
-                                                                            : TD_MSG_STORE_PIN};
+                                                                             : TD_MSG_STORE_PIN};
 
     msg.u.blocks = (td_msg_blocks_t){
         .request = request,
@@ -465,7 +468,7 @@ static bool send_events(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id,
     PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
     PB(Events) pb = TANDEM__ADMIN__V1__EVENTS__INIT;
     PB(Event) list[RTR_ADMIN_EVENTS_MAX];
-    PB(Event) *at[RTR_ADMIN_EVENTS_MAX];
+    PB(Event) * at[RTR_ADMIN_EVENTS_MAX];
 
     if (*next < oldest) {
         pb.missed = oldest - *next;
@@ -499,8 +502,7 @@ static subscriber_t *place_of(rtr_admin_t *a, const rtr_admin_name_t *from, uint
         subscriber_t *s = &a->subscribers[i];
         if (s->until_ns <= now) {
             free_one = s;
-        } else if (s->from.len == from->len &&
-                   memcmp(s->from.bytes, from->bytes, from->len) == 0) {
+        } else if (s->from.len == from->len && memcmp(s->from.bytes, from->bytes, from->len) == 0) {
             return s;
         }
     }
@@ -527,10 +529,8 @@ static void subscribe(rtr_admin_t *a, const rtr_admin_name_t *from, uint64_t id,
     if (!send_events(a, from, id, &next) || s == NULL) {
         return;
     }
-    *s = (subscriber_t){.until_ns = now + r->lease_ms * TD_NS_PER_MS,
-                        .id = id,
-                        .next = next,
-                        .from = *from};
+    *s = (subscriber_t){
+        .until_ns = now + r->lease_ms * TD_NS_PER_MS, .id = id, .next = next, .from = *from};
 }
 
 static void tell_subscribers(rtr_admin_t *a, uint64_t now)
@@ -574,6 +574,20 @@ static void answer(rtr_admin_t *a, const rtr_admin_name_t *from, const PB(Reques
     }
 }
 
+/* A flood of them is one line a second. */
+static void note_refused(rtr_admin_t *a)
+{
+    const uint64_t now = td_now_ns();
+
+    a->refused++;
+    if (now >= a->next_warning_ns) {
+        a->next_warning_ns = now + TD_NS_PER_S;
+        TD_LOG_WARN("admin request refused",
+                    "requests=%" PRIu64 " bytes=%zu expected=\"a Request in one part\"", a->refused,
+                    a->body.len);
+    }
+}
+
 static void take_requests(rtr_admin_t *a)
 {
     rtr_admin_name_t from;
@@ -589,8 +603,7 @@ static void take_requests(rtr_admin_t *a)
                                                    (const uint8_t *)a->body.bytes);
         }
         if (r == NULL) {
-            TD_LOG_WARN("admin request refused", "bytes=%zu expected=\"a Request in one part\"",
-                        a->body.len);
+            note_refused(a);
             send_error(a, &from, 0, CODE(INVALID), "a Request in one part is expected");
             continue;
         }

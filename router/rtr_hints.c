@@ -9,26 +9,30 @@
 
 typedef struct entry {
     td_block_key_t key;
-    rtr_slot_set_t slots;
     uint32_t chain; /* next in the bucket */
     td_lru_link_t use;
 } entry_t;
 
 struct rtr_hints {
     entry_t *entries;  /* owned [entries_max] */
+    uint64_t *slots;   /* owned [entries_max][words]: a bit for each slot that holds the entry */
+    uint64_t *holders; /* owned [words], of rtr_hints_match() */
     uint32_t *buckets; /* owned [bucket_mask + 1] */
     uint32_t entries_max;
     uint32_t bucket_mask;
+    uint32_t slots_max;
+    uint32_t words; /* of a set of slots */
     uint32_t count; /* entries [0, count) are in use */
     td_lru_t use;
 };
 
-td_status_t rtr_hints_create(uint32_t entries_max, rtr_hints_t **out)
+td_status_t rtr_hints_create(uint32_t entries_max, uint32_t slots_max, rtr_hints_t **out)
 {
     rtr_hints_t *h = td_calloc(1, sizeof(*h));
     uint32_t buckets = 1;
 
     TD_ASSERT(entries_max >= 1 && entries_max <= 1u << 24);
+    TD_ASSERT(slots_max >= 1 && slots_max <= RTR_HINT_SLOTS_MAX);
     if (h == NULL) {
         return TD_ERR_NO_MEMORY;
     }
@@ -37,7 +41,11 @@ td_status_t rtr_hints_create(uint32_t entries_max, rtr_hints_t **out)
     }
     h->entries = td_calloc(entries_max, sizeof(*h->entries));
     h->buckets = td_calloc(buckets, sizeof(*h->buckets));
-    if (h->entries == NULL || h->buckets == NULL) {
+    h->slots_max = slots_max;
+    h->words = (slots_max + 63) / 64;
+    h->slots = td_calloc((size_t)entries_max * h->words, sizeof(*h->slots));
+    h->holders = td_calloc(h->words, sizeof(*h->holders));
+    if (h->entries == NULL || h->buckets == NULL || h->slots == NULL || h->holders == NULL) {
         rtr_hints_destroy(h);
         return TD_ERR_NO_MEMORY;
     }
@@ -55,6 +63,8 @@ void rtr_hints_destroy(rtr_hints_t *h)
         return;
     }
     td_free(h->entries);
+    td_free(h->slots);
+    td_free(h->holders);
     td_free(h->buckets);
     td_free(h);
 }
@@ -85,6 +95,11 @@ static void bucket_remove(rtr_hints_t *h, uint32_t at)
     *link = h->entries[at].chain;
 }
 
+static uint64_t *slots_of(const rtr_hints_t *h, uint32_t at)
+{
+    return &h->slots[(size_t)at * h->words];
+}
+
 static uint32_t take_entry(rtr_hints_t *h)
 {
     uint32_t at = h->use.oldest;
@@ -98,6 +113,7 @@ static uint32_t take_entry(rtr_hints_t *h)
 
 void rtr_hints_add(rtr_hints_t *h, const td_block_key_t *keys, uint32_t count, uint32_t slot)
 {
+    TD_ASSERT(slot < h->slots_max);
     /* From the end: the first block, which all longer prefixes need, ends up the newest. */
     for (uint32_t i = TD_MIN(count, h->entries_max); i > 0; i--) {
         const td_block_key_t *key = &keys[i - 1];
@@ -107,40 +123,70 @@ void rtr_hints_add(rtr_hints_t *h, const td_block_key_t *keys, uint32_t count, u
             at = take_entry(h);
             bucket = bucket_of(h, key);
             h->entries[at] = (entry_t){.key = *key, .chain = *bucket};
+            memset(slots_of(h, at), 0, h->words * sizeof(*h->slots));
             *bucket = at;
         } else {
             td_lru_remove(&h->use, at);
         }
         td_lru_add(&h->use, at);
-        rtr_slot_add(&h->entries[at].slots, slot);
+        slots_of(h, at)[slot / 64] |= 1ull << (slot % 64);
     }
 }
 
-void rtr_hints_match(rtr_hints_t *h, const td_block_key_t *keys, uint32_t count,
-                     uint32_t *blocks_out)
+void rtr_hints_remove(rtr_hints_t *h, const td_block_key_t *key, uint32_t slot)
 {
-    rtr_slot_set_t all;
+    const uint32_t at = find(h, key);
 
-    memset(blocks_out, 0, RTR_SLOTS_MAX * sizeof(*blocks_out));
-    memset(&all, 0xff, sizeof(all));
-    for (uint32_t i = 0; i < count; i++) {
-        uint32_t at = find(h, &keys[i]);
+    TD_ASSERT(slot < h->slots_max);
+    if (at != NONE) {
+        slots_of(h, at)[slot / 64] &= ~(1ull << (slot % 64));
+    }
+}
+
+static void mark(uint64_t bits, uint32_t word, uint32_t blocks, uint32_t *blocks_out)
+{
+    for (uint64_t left = bits; left != 0; left &= left - 1) {
+        blocks_out[word * 64 + (uint32_t)__builtin_ctzll(left)] = blocks;
+    }
+}
+
+uint32_t rtr_hints_match(rtr_hints_t *h, const td_block_key_t *keys, uint32_t count,
+                         uint32_t *blocks_out)
+{
+    uint64_t left = 1; /* whether any slot holds all blocks so far */
+    uint32_t depth = 0;
+
+    memset(blocks_out, 0, h->slots_max * sizeof(*blocks_out));
+    memset(h->holders, 0xff, h->words * sizeof(*h->holders));
+    for (; depth < count && left != 0; depth++) {
+        const uint32_t at = find(h, &keys[depth]);
         if (at == NONE) {
-            return;
+            break;
         }
-        for (uint32_t w = 0; w < TD_ARRAY_LEN(all.bits); w++) {
-            all.bits[w] &= h->entries[at].slots.bits[w];
-            for (uint64_t left = all.bits[w]; left != 0; left &= left - 1) {
-                blocks_out[w * 64 + (uint32_t)__builtin_ctzll(left)] = i + 1;
+        left = 0;
+        for (uint32_t w = 0; w < h->words; w++) {
+            const uint64_t now = h->holders[w] & slots_of(h, at)[w];
+            if (depth > 0) { /* who ends here is written once, not at each block before */
+                mark(h->holders[w] & ~now, w, depth, blocks_out);
             }
+            h->holders[w] = now;
+            left |= now;
         }
     }
+    if (left == 0 && depth > 0) {
+        return depth - 1; /* the last block was nobody's */
+    }
+    for (uint32_t w = 0; w < h->words && depth > 0; w++) {
+        mark(h->holders[w], w, depth, blocks_out);
+    }
+    return depth;
 }
 
 void rtr_hints_purge(rtr_hints_t *h, uint32_t slot)
 {
+    TD_ASSERT(slot < h->slots_max);
     for (uint32_t i = 0; i < h->count; i++) {
-        rtr_slot_remove(&h->entries[i].slots, slot);
+        slots_of(h, i)[slot / 64] &= ~(1ull << (slot % 64));
     }
 }
 

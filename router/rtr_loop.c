@@ -68,6 +68,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
                                     .fingerprint = config->fingerprint,
                                     .block_tokens = config->block_tokens,
                                     .kv_codec = config->kv_codec,
+                                    .policy = config->policy,
                                     .queue_max = config->queue_max,
                                     .queue_ms = config->queue_ms,
                                     .request_timeout_ms = config->request_timeout_ms};
@@ -82,7 +83,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
     atomic_init(&loop->gone_marked, false);
     status = td_ring_create(RTR_INBOX_MAX, &loop->inbox);
     if (status == TD_OK) {
-        status = rtr_hints_create(RTR_HINTS_MAX_DEFAULT, &loop->hints);
+        status = rtr_hints_create(RTR_HINTS_MAX_DEFAULT, RTR_SLOTS_MAX, &loop->hints);
     }
     if (status == TD_OK) {
         status = rtr_events_create(&loop->events);

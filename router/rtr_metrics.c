@@ -12,6 +12,8 @@ typedef td_metric_t *(*declare_fn)(td_metrics_t *, const char *, const char *, c
 #define REQUESTS "tandem_router_requests_total"
 #define REQUESTS_HELP "Generation requests by how they ended."
 #define NODES "tandem_router_nodes"
+#define ERRORS "tandem_router_estimate_error_percent"
+#define ERRORS_HELP "Mean relative error of predicted prefill times and times between tokens."
 #define NODES_HELP "Live processes by role."
 
 static const struct {
@@ -57,6 +59,8 @@ static const struct {
      "Tokens received from decode nodes."},
     {AT(hint_blocks), td_metrics_gauge, "tandem_router_hint_blocks", NULL,
      "Block keys in the prefix hints."},
+    {AT(prefill_error), td_metrics_gauge, ERRORS, "of=\"prefill\"", ERRORS_HELP},
+    {AT(tbt_error), td_metrics_gauge, ERRORS, "of=\"token\"", ERRORS_HELP},
     {AT(bus_refused), td_metrics_gauge, "tandem_router_bus_refused", NULL,
      "Messages refused since start: stale, foreign or malformed."},
 };

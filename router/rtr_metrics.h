@@ -53,6 +53,8 @@ typedef struct rtr_metrics {
     td_metric_t *cached_tokens;
     td_metric_t *completion_tokens;
     td_metric_t *hint_blocks;
+    td_metric_t *prefill_error;
+    td_metric_t *tbt_error;
     td_metric_t *bus_refused;
     rtr_draft_metrics_t drafts; /* the last: declared apart */
 } rtr_metrics_t;

@@ -435,9 +435,9 @@ static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t 
         td_str_fini(&node->ucx_address);
         td_str_fini(&node->ucx_rkey);
         *node = (rtr_node_t){.drained = node->drained,
-                             .ahead_tokens = node->ahead_tokens,
-                             .prefills = node->prefills,
+                             .backlog = node->backlog,
                              .sequences = node->sequences,
+                             .decoding = node->decoding,
                              .promised_blocks = node->promised_blocks};
         TD_LOG_INFO("node up", "node=%s role=%s endpoint=%s replaces_live=%d", r->self.id,
                     td_role_name(r->self.role), r->self.endpoint, (int)*replaced_out);
@@ -545,15 +545,34 @@ static td_status_t page_rows(rtr_registry_t *reg, uint64_t now, td_str_t *out)
         TD_TRY(td_str_printf(
             out,
             "<tr><td>%s</td><td>%s</td><td>%s</td><td>%016" PRIx64 "</td><td>%s</td>"
-            "<td>%" PRIu64 "</td><td>%u / %u</td><td>%u</td><td>%u</td><td>%" PRIu64 "</td></tr>\n",
+            "<td>%" PRIu64 "</td><td>%u / %u</td><td>%" PRIu64 "</td><td>%u</td><td>%" PRIu64
+            "</td></tr>\n",
             n->id, td_role_name(n->role),
             !n->live                         ? "dead"
             : n->drained || n->beat.draining ? "draining"
                                              : "live",
             n->incarnation, n->endpoint, (uint64_t)((now - n->seen_ns) / TD_NS_PER_MS),
-            n->beat.free_blocks, n->beat.total_blocks, n->prefills, n->sequences, n->ahead_tokens));
+            n->beat.free_blocks, n->beat.total_blocks, n->backlog.work.prompts, n->sequences,
+            n->backlog.work.tokens));
     }
     return TD_OK;
+}
+
+/* How far off predictions are: the mean over nodes that something was predicted for. */
+static uint64_t error_percent(const rtr_registry_t *reg, td_role_t role)
+{
+    double sum = 0;
+    uint32_t known = 0;
+
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        const rtr_node_t *n = &reg->nodes[i];
+        const rtr_estimate_t *e = role == TD_ROLE_PREFILL ? &n->prefill_time : &n->tbt;
+        if (n->live && n->role == role && e->n > 0) {
+            sum += e->error;
+            known++;
+        }
+    }
+    return known > 0 ? (uint64_t)(100 * sum / known) : 0;
 }
 
 static void publish_page(rtr_registry_t *reg, uint64_t now)
@@ -609,6 +628,8 @@ void rtr_registry_tick(rtr_registry_t *reg)
         reg->next_lease_ns = now + TD_HEARTBEAT_MS * TD_NS_PER_MS;
         send_leases(reg);
         publish_page(reg, now);
+        td_metric_set(reg->config.metrics->prefill_error, error_percent(reg, TD_ROLE_PREFILL));
+        td_metric_set(reg->config.metrics->tbt_error, error_percent(reg, TD_ROLE_DECODE));
         td_metric_set(reg->config.metrics->bus_refused, td_bus_refused(reg->config.bus));
     }
     send_peers(reg);

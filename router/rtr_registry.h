@@ -38,11 +38,13 @@ typedef struct rtr_node {
     uint64_t seen_ns;       /* last heartbeat or registration */
     uint64_t peers_version; /* of the list it was sent last */
     /* Load, counted by rtr_tickets alone. */
-    uint64_t ahead_tokens;
-    uint32_t prefills;
-    uint32_t sequences;
+    rtr_backlog_t backlog; /* prefill */
+    uint32_t sequences;    /* decode */
+    uint32_t decoding;     /* of the sequences: those that have given a token */
     uint64_t promised_blocks;
-    rtr_rate_t rate;
+    /* What its work takes, learned by rtr_tickets. */
+    rtr_estimate_t prefill_time;
+    rtr_estimate_t tbt;
 } rtr_node_t;
 
 typedef struct rtr_registry_config {

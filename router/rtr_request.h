@@ -34,6 +34,7 @@ typedef struct rtr_choice {
     bool is_prompt;
     bool opened;          /* streaming: a chunk of it was given to the client */
     uint32_t received;    /* tokens, given away or kept */
+    uint32_t attempt;     /* that the last one came from */
     uint32_t text_offset; /* characters */
     uint64_t last_ns;     /* time of the last token */
 } rtr_choice_t;

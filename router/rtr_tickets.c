@@ -11,7 +11,8 @@
 #define BUCKETS 4096u
 #define DEADLINES_MS 20u
 #define PROBE_MS 50u
-#define STALE_MS 1600u /* three heartbeats missed: the node counts as saturated */
+#define TBT_EVERY_TOKENS 16u /* of a choice: what is learned from */
+#define STALE_MS 1600u       /* three heartbeats missed: the node counts as saturated */
 
 typedef enum ticket_state {
     STATE_PLACING = 0, /* inside a call only */
@@ -50,9 +51,9 @@ struct rtr_ticket {
     rtr_draft_choice_t draft;
     td_block_key_t *keys; /* owned; full blocks of the prompt */
     uint32_t key_count;
-    uint64_t work_tokens; /* counted on the prefill node */
-    uint64_t ahead_at_start;
+    rtr_work_t work;      /* counted on the prefill node */
     uint64_t need_blocks; /* counted on the decode node */
+    uint32_t decoding;    /* choices that are counted there as giving tokens */
     uint64_t start_ns;
     uint64_t reserve_deadline_ns;
     uint64_t queue_deadline_ns;
@@ -71,12 +72,15 @@ struct rtr_tickets {
     uint32_t running;
     struct ticket_list queue; /* in order of arrival; those that ask for room stay in it */
     uint32_t queued;
-    uint32_t turn;
+    uint64_t turn;
     bool room; /* a ticket has ended: the queue is looked at without delay */
     uint64_t next_tick_ns;
     uint64_t next_probe_ns;
     td_str_t scratch;
     uint32_t match[RTR_SLOTS_MAX];
+    uint32_t match_best;         /* blocks */
+    rtr_estimate_t prefill_time; /* of all nodes: what a new one is taken for */
+    rtr_estimate_t tbt;
     rtr_prefill_view_t prefills[RTR_SLOTS_MAX];
     rtr_decode_view_t decodes[RTR_SLOTS_MAX];
 };
@@ -104,6 +108,16 @@ void rtr_tickets_destroy(rtr_tickets_t *ts)
     rtr_tickets_end_all(ts);
     td_str_fini(&ts->scratch);
     td_free(ts);
+}
+
+void rtr_tickets_set_policy(rtr_tickets_t *ts, rtr_policy_t policy)
+{
+    ts->config.policy = policy;
+}
+
+rtr_policy_t rtr_tickets_policy(const rtr_tickets_t *ts)
+{
+    return ts->config.policy;
 }
 
 uint32_t rtr_tickets_running(const rtr_tickets_t *ts)
@@ -208,8 +222,7 @@ static void prefill_release(rtr_tickets_t *ts, rtr_ticket_t *t)
     if (t->prefill.held) {
         rtr_node_t *node = rtr_registry_node(ts->config.registry, t->prefill.slot);
         t->prefill.held = false;
-        node->ahead_tokens -= t->work_tokens;
-        node->prefills--;
+        rtr_backlog_remove(&node->backlog, &t->work);
     }
 }
 
@@ -219,6 +232,8 @@ static void decode_release(rtr_tickets_t *ts, rtr_ticket_t *t)
         rtr_node_t *node = rtr_registry_node(ts->config.registry, t->decode.slot);
         t->decode.held = false;
         node->sequences -= t->req->params.n;
+        node->decoding -= t->decoding;
+        t->decoding = 0;
         node->promised_blocks -= t->need_blocks;
     }
 }
@@ -438,26 +453,49 @@ static bool node_allowed(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t
                             td_now_ns() - node->seen_ns < STALE_MS * TD_NS_PER_MS);
 }
 
-static uint32_t choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t, bool also_avoided)
+static rtr_place_ask_t ask_of(const rtr_tickets_t *ts, const rtr_ticket_t *t)
 {
+    const bool pulls = rtr_registry_live(ts->config.registry, TD_ROLE_KVSTORE) > 0;
+
+    return (rtr_place_ask_t){
+        .policy = ts->config.policy,
+        .now_ns = td_now_ns(),
+        .turn = ts->turn,
+        .draw = t->id, /* drawn at random, and once */
+        .prompt_tokens = prompt_of(t)->count,
+        .granule_tokens = ts->config.block_tokens,
+        .pool_tokens = pulls ? ts->match_best * ts->config.block_tokens : 0,
+        .keep_local = RTR_KEEP_LOCAL_DEFAULT,
+        .typical = &ts->prefill_time,
+        .sequences = t->req->params.n,
+        .need_blocks = (uint32_t)TD_MIN(t->need_blocks, UINT32_MAX),
+        .typical_tbt = &ts->tbt,
+    };
+}
+
+static rtr_prefill_choice_t choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t,
+                                           bool also_avoided)
+{
+    const rtr_place_ask_t ask = ask_of(ts, t);
     uint32_t slots = rtr_registry_slots(ts->config.registry);
 
     for (uint32_t i = 0; i < slots; i++) {
         const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
         ts->prefills[i] = (rtr_prefill_view_t){
             .allowed = node_allowed(t, node, i, TD_ROLE_PREFILL, also_avoided),
-            .ahead_tokens = node->ahead_tokens,
             .match_tokens = ts->match[i] * ts->config.block_tokens,
-            .rate = &node->rate,
+            .lately = rtr_backlog_lately(&node->backlog, ask.now_ns),
+            .backlog = &node->backlog,
+            .estimate = &node->prefill_time,
         };
     }
-    return slots == 0 ? RTR_PLACE_NONE
-                      : rtr_place_prefill(ts->prefills, slots, prompt_of(t)->count,
-                                          ts->config.block_tokens, ts->turn);
+    return rtr_place_prefill(&ask, ts->prefills, slots);
 }
 
-static uint32_t choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t, bool also_avoided)
+static rtr_decode_choice_t choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t,
+                                         bool also_avoided)
 {
+    const rtr_place_ask_t ask = ask_of(ts, t);
     uint32_t slots = rtr_registry_slots(ts->config.registry);
 
     for (uint32_t i = 0; i < slots; i++) {
@@ -469,24 +507,21 @@ static uint32_t choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t, bool als
             .free_blocks = node->beat.free_blocks,
             .total_blocks = node->beat.total_blocks,
             .match_blocks = ts->match[i],
+            .tbt = &node->tbt,
         };
     }
-    return slots == 0 ? RTR_PLACE_NONE
-                      : rtr_place_decode(ts->decodes, slots, t->req->params.n,
-                                         (uint32_t)TD_MIN(t->need_blocks, UINT32_MAX), ts->turn);
+    return rtr_place_decode(&ask, ts->decodes, slots);
 }
 
-static void hold(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t prefill, uint32_t decode)
+static void hold(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_prefill_choice_t *prefill,
+                 uint32_t decode)
 {
-    rtr_node_t *p = rtr_registry_node(ts->config.registry, prefill);
+    rtr_node_t *p = rtr_registry_node(ts->config.registry, prefill->node);
     rtr_node_t *d = rtr_registry_node(ts->config.registry, decode);
-    uint32_t match = TD_MIN(ts->match[prefill] * ts->config.block_tokens, prompt_of(t)->count);
 
-    t->work_tokens = TD_MAX(prompt_of(t)->count - match, ts->config.block_tokens);
-    t->prefill = (leg_t){.slot = prefill, .incarnation = p->incarnation, .held = true};
-    t->ahead_at_start = p->ahead_tokens;
-    p->ahead_tokens += t->work_tokens;
-    p->prefills++;
+    t->work = prefill->work;
+    t->prefill = (leg_t){.slot = prefill->node, .incarnation = p->incarnation, .held = true};
+    rtr_backlog_add(&p->backlog, &t->work, td_now_ns());
     t->decode = (leg_t){.slot = decode, .incarnation = d->incarnation, .held = true};
     d->sequences += t->req->params.n;
     d->promised_blocks += t->need_blocks;
@@ -669,22 +704,22 @@ static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
     ticket_hash(ts, t);
     t->need_blocks = count_need(ts, t);
-    rtr_hints_match(ts->config.hints, t->keys, t->key_count, ts->match);
+    ts->match_best = rtr_hints_match(ts->config.hints, t->keys, t->key_count, ts->match);
     if (refuse_if_none_live(ts, t)) {
         return;
     }
     for (;;) {
-        uint32_t prefill = choose_prefill(ts, t, false);
-        uint32_t decode = choose_decode(ts, t, false);
+        rtr_prefill_choice_t prefill = choose_prefill(ts, t, false);
+        uint32_t decode = choose_decode(ts, t, false).node;
 
-        prefill = prefill != RTR_PLACE_NONE ? prefill : choose_prefill(ts, t, true);
-        decode = decode != RTR_PLACE_NONE ? decode : choose_decode(ts, t, true);
-        if (prefill == RTR_PLACE_NONE || decode == RTR_PLACE_NONE) {
+        prefill = prefill.node != RTR_PLACE_NONE ? prefill : choose_prefill(ts, t, true);
+        decode = decode != RTR_PLACE_NONE ? decode : choose_decode(ts, t, true).node;
+        if (prefill.node == RTR_PLACE_NONE || decode == RTR_PLACE_NONE) {
             ticket_wait(ts, t);
             return;
         }
         ts->turn++;
-        hold(ts, t, prefill, decode);
+        hold(ts, t, &prefill, decode);
         choose_draft(ts, t);
         if (send_work(ts, t, TD_MSG_RESERVE, &t->decode, &t->prefill, 0) == TD_OK) {
             t->state = STATE_RESERVING;
@@ -802,11 +837,34 @@ static void handle_reserved(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *
     td_metric_set(ts->config.metrics->hint_blocks, rtr_hints_count(ts->config.hints));
 }
 
-static void observe_token(rtr_tickets_t *ts, rtr_request_t *req, rtr_choice_t *choice,
-                          uint32_t count)
+/* What a token took, at what its node has to do. Blocks are counted as they are promised. */
+static void learn_tbt(rtr_tickets_t *ts, const rtr_ticket_t *t, double ns)
 {
+    rtr_node_t *node = rtr_registry_node(ts->config.registry, t->decode.slot);
+    const uint64_t blocks = node->sequences > 0
+                                ? node->promised_blocks * node->decoding / node->sequences
+                                : node->promised_blocks;
+
+    rtr_tbt_observe(&node->tbt, &ts->tbt, node->decoding, blocks, ns);
+    rtr_tbt_observe(&ts->tbt, NULL, node->decoding, blocks, ns);
+}
+
+static void observe_token(rtr_tickets_t *ts, rtr_ticket_t *t, rtr_choice_t *choice, uint32_t count)
+{
+    rtr_request_t *req = t->req;
+    const uint32_t before = choice->received - count;
+    const bool is_first = choice->attempt != t->attempt; /* of this attempt */
     uint64_t now = td_now_ns();
 
+    if (is_first && t->decode.held) {
+        t->decoding++;
+        rtr_registry_node(ts->config.registry, t->decode.slot)->decoding++;
+    }
+    choice->attempt = t->attempt;
+    if (!is_first && t->decode.held &&
+        choice->received / TBT_EVERY_TOKENS != before / TBT_EVERY_TOKENS) {
+        learn_tbt(ts, t, (double)(now - choice->last_ns) / count);
+    }
     if (!req->first_token_seen) {
         req->first_token_seen = true;
         td_metric_observe_ns(ts->config.metrics->ttft, now - req->arrived_ns);
@@ -955,7 +1013,7 @@ static void handle_tokens(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *ms
     choice->received += m->count;
     t->flows = true;
     t->failures = 0;
-    observe_token(ts, req, choice, m->count);
+    observe_token(ts, t, choice, m->count);
     if (t->prompt_idx == 0 && choice->received == m->count) {
         rtr_request_set_nodes(req, rtr_registry_node(ts->config.registry, t->prefill.slot)->id,
                               msg->sender_id);
@@ -988,10 +1046,22 @@ static bool has_left_prefill(const rtr_ticket_t *t)
     return t->flows && !holds_for_echo(t);
 }
 
-static void prefill_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t *m)
+/* What the prompt took, by what the node says it computed and pulled. */
+static void learn_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t, const td_msg_usage_t *usage)
 {
     rtr_node_t *node = rtr_registry_node(ts->config.registry, t->prefill.slot);
+    const uint64_t cached = (uint64_t)usage->cached_local_tokens + usage->cached_store_tokens;
+    const rtr_work_t work =
+        rtr_work_of(prompt_of(t)->count, (uint32_t)TD_MIN(cached, UINT32_MAX),
+                    (uint32_t)TD_MIN(usage->cached_store_tokens, prompt_of(t)->count));
+    const double ns = (double)rtr_backlog_end(&node->backlog, t->start_ns, td_now_ns());
 
+    rtr_work_observe(&node->prefill_time, &ts->prefill_time, &work, ns);
+    rtr_work_observe(&ts->prefill_time, NULL, &work, ns);
+}
+
+static void prefill_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t *m)
+{
     if (m->status != TD_OK && has_left_prefill(t)) {
         prefill_release(ts, t);
         return;
@@ -1005,8 +1075,7 @@ static void prefill_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t
         return;
     }
     if (t->prefill.held) {
-        rtr_rate_observe(&node->rate, t->ahead_at_start + t->work_tokens,
-                         td_now_ns() - t->start_ns);
+        learn_prefill(ts, t, &m->usage);
     }
     prefill_release(ts, t);
     note_cached(t, &m->usage);

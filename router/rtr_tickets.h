@@ -32,6 +32,7 @@ typedef struct rtr_tickets_config {
     const uint8_t *fingerprint; /* [32] */
     uint32_t block_tokens;
     const char *kv_codec; /* borrowed; td_kv_codec_name() */
+    rtr_policy_t policy;  /* at first */
     uint32_t queue_max;
     uint32_t queue_ms;
     uint32_t request_timeout_ms;
@@ -54,5 +55,8 @@ void rtr_tickets_end_all(rtr_tickets_t *ts);
 /** Root of the block keys of a tenant's prompts, as the nodes have it. */
 void rtr_tickets_root(const rtr_tickets_t *ts, const void *salt, size_t salt_len,
                       td_block_root_t *out);
+/** How prompts are placed from now on. */
+void rtr_tickets_set_policy(rtr_tickets_t *ts, rtr_policy_t policy);
+rtr_policy_t rtr_tickets_policy(const rtr_tickets_t *ts);
 uint32_t rtr_tickets_running(const rtr_tickets_t *ts); /* requests */
 uint32_t rtr_tickets_queued(const rtr_tickets_t *ts);

@@ -11,6 +11,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
 #include "router/rtr_hints.h"
+#include "router/sim_sweep.h"
 #include "router/rtr_request.h"
 #include "tests/fuzz/gguf_build.h"
 
@@ -211,11 +212,44 @@ static td_status_t step_request_fail(const fixture_t *fx)
 static td_status_t step_hints(const fixture_t *fx)
 {
     rtr_hints_t *hints = NULL;
-    td_status_t status = rtr_hints_create(16, &hints);
+    td_status_t status = rtr_hints_create(16, 65, &hints);
     (void)fx;
 
     assert_true((status == TD_OK) == (hints != NULL));
     rtr_hints_destroy(hints);
+    return status;
+}
+
+static td_status_t step_sim(const fixture_t *fx)
+{
+    static const char text[] =
+        "{\"timestamp\":0,\"input_length\":9,\"output_length\":3,\"hash_ids\":[1,2,3]}\n"
+        "{\"timestamp\":1,\"input_length\":9,\"output_length\":3,\"hash_ids\":[1,2,4]}\n";
+    const sim_load_t load = {.rate_scale = 1};
+    sim_config_t config = {
+        .prefill_count = 2, .decode_count = 1, .node_cache_tokens = 8, .store_tokens = 8};
+    sim_sweep_t sweep = {.prefill = {1, 2, 1}, .decode = {1, 1, 1}, .share = 0.5};
+    sim_trace_t recorded = {0};
+    sim_trace_t trace = {0};
+    double bound = 0;
+    char why[SIM_WHY_CHARS_MAX + 1] = "";
+    td_status_t status = sim_trace_parse(text, strlen(text), 4, &recorded, why);
+    (void)fx;
+
+    assert_int_equal(sim_model_preset("smollm2-135m-2cores", &config.model), TD_OK);
+    if (status == TD_OK) {
+        status = sim_trace_shape(&recorded, &load, &trace);
+    }
+    if (status == TD_OK) {
+        status = sim_trace_bound(&trace, &bound);
+    }
+    if (status == TD_OK) {
+        status = sim_sweep_run(&sweep, &config, &trace, NULL, NULL);
+    }
+    assert_true(status == TD_OK || status == TD_ERR_NO_MEMORY);
+    sim_sweep_fini(&sweep);
+    sim_trace_fini(&trace);
+    sim_trace_fini(&recorded);
     return status;
 }
 
@@ -230,7 +264,8 @@ SWEEP(parse_tokens, 6)
 SWEEP(reply, 3)
 SWEEP(request, 8)
 SWEEP(request_fail, 1)
-SWEEP(hints, 3)
+SWEEP(hints, 5)
+SWEEP(sim, 25)
 
 int main(void)
 {
@@ -238,7 +273,7 @@ int main(void)
     cmocka_unit_test_setup_teardown(test_##name##_survives_lack_of_memory, setup, teardown)
     const struct CMUnitTest tests[] = {
         T(parse_chat), T(parse_completion), T(parse_tokens), T(reply),
-        T(request),    T(request_fail),     T(hints),
+        T(request),    T(request_fail),     T(hints),        T(sim),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -26,7 +26,7 @@ static void test_hints_match_is_the_longest_prefix_of_each_slot(void **state)
     (void)state;
 
     keys_fill(keys, 8, 0);
-    assert_int_equal(rtr_hints_create(64, &hints), TD_OK);
+    assert_int_equal(rtr_hints_create(64, RTR_SLOTS_MAX, &hints), TD_OK);
     rtr_hints_match(hints, keys, 8, match);
     assert_int_equal(match[3], 0);
     rtr_hints_add(hints, keys, 5, 3);
@@ -49,7 +49,7 @@ static void test_hints_purge_forgets_one_slot_alone(void **state)
     (void)state;
 
     keys_fill(keys, 4, 0);
-    assert_int_equal(rtr_hints_create(64, &hints), TD_OK);
+    assert_int_equal(rtr_hints_create(64, RTR_SLOTS_MAX, &hints), TD_OK);
     rtr_hints_add(hints, keys, 4, 1);
     rtr_hints_add(hints, keys, 4, 2);
     rtr_hints_purge(hints, 1);
@@ -70,7 +70,7 @@ static void test_hints_are_bounded_and_drop_the_oldest(void **state)
     keys_fill(a, 8, 1);
     keys_fill(b, 8, 2);
     keys_fill(c, 8, 3);
-    assert_int_equal(rtr_hints_create(16, &hints), TD_OK);
+    assert_int_equal(rtr_hints_create(16, RTR_SLOTS_MAX, &hints), TD_OK);
     rtr_hints_add(hints, a, 8, 1);
     rtr_hints_add(hints, b, 8, 1);
     rtr_hints_add(hints, a, 8, 2); /* used again: newer than b */
@@ -95,7 +95,7 @@ static void test_hints_evict_the_end_of_a_chain_first(void **state)
 
     keys_fill(a, 8, 1);
     keys_fill(b, 2, 2);
-    assert_int_equal(rtr_hints_create(8, &hints), TD_OK);
+    assert_int_equal(rtr_hints_create(8, RTR_SLOTS_MAX, &hints), TD_OK);
     rtr_hints_add(hints, a, 8, 1);
     rtr_hints_add(hints, b, 2, 1);
     rtr_hints_match(hints, a, 8, match);
@@ -103,9 +103,35 @@ static void test_hints_evict_the_end_of_a_chain_first(void **state)
     rtr_hints_destroy(hints);
 }
 
+static void test_hints_match_answers_the_longest_and_forgets_one_block(void **state)
+{
+    rtr_hints_t *hints = NULL;
+    td_block_key_t keys[8];
+    static uint32_t wide[1000];
+    (void)state;
+
+    keys_fill(keys, 8, 0);
+    assert_int_equal(rtr_hints_create(64, 1000, &hints), TD_OK);
+    assert_int_equal(rtr_hints_match(hints, keys, 8, wide), 0);
+    rtr_hints_add(hints, keys, 8, 999);
+    rtr_hints_add(hints, keys, 6, 0);
+    assert_int_equal(rtr_hints_match(hints, keys, 8, wide), 8);
+    assert_int_equal(wide[999], 8);
+    assert_int_equal(wide[0], 6);
+    rtr_hints_remove(hints, &keys[3], 999);
+    assert_int_equal(rtr_hints_match(hints, keys, 8, wide), 6);
+    assert_int_equal(wide[999], 3);
+    rtr_hints_remove(hints, &keys[3], 0); /* the entry stays, nobody's */
+    assert_int_equal(rtr_hints_match(hints, keys, 8, wide), 3);
+    assert_int_equal(wide[0], 3);
+    assert_int_equal(rtr_hints_match(hints, keys, 0, wide), 0);
+    rtr_hints_destroy(hints);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_hints_match_answers_the_longest_and_forgets_one_block),
         cmocka_unit_test(test_hints_match_is_the_longest_prefix_of_each_slot),
         cmocka_unit_test(test_hints_purge_forgets_one_slot_alone),
         cmocka_unit_test(test_hints_are_bounded_and_drop_the_oldest),

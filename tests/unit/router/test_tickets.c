@@ -323,8 +323,10 @@ static void assert_at_rest(fixture_t *fx)
     assert_int_equal(rtr_tickets_queued(rtr_loop_tickets(fx->loop)), 0);
     for (uint32_t i = 0; i < rtr_registry_slots(reg); i++) {
         const rtr_node_t *node = rtr_registry_node(reg, i);
-        assert_int_equal(node->ahead_tokens, 0);
-        assert_int_equal(node->prefills, 0);
+        assert_int_equal(node->backlog.work.tokens, 0);
+        assert_int_equal(node->backlog.work.prompts, 0);
+        assert_int_equal(node->backlog.work.pairs, 0);
+        assert_int_equal(node->decoding, 0);
         assert_int_equal(node->sequences, 0);
         assert_int_equal(node->promised_blocks, 0);
     }
@@ -1247,6 +1249,84 @@ static void test_f9_master_with_the_highest_term_is_named(void **state)
     assert_int_equal(find_peer(msg, "s1")->store_term, 12);
 }
 
+/* --- placement -------------------------------------------------------------------------------- */
+
+/* A request that ends well; answers the prefill node that it was given. */
+static const char *place_and_finish(fixture_t *fx, node_t *prefills, node_t *decode)
+{
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    const td_msg_work_t *w = &expect(fx, decode, TD_MSG_RESERVE)->u.work;
+    const running_t run = {.ticket = w->ticket, .attempt = w->attempt};
+    node_t *prefill = &prefills[strcmp(w->peer_id, td_bus_id(prefills[0].bus)) == 0 ? 0 : 1];
+
+    answer_reserve(decode, w, TD_OK);
+    (void)expect(fx, prefill, TD_MSG_START);
+    finish_well(prefill, decode, run);
+    wait_end(fx, req);
+    assert_int_equal(req->http_status, 200);
+    return td_bus_id(prefill->bus);
+}
+
+static void test_the_policy_may_change_while_running(void **state)
+{
+    fixture_t *fx = *state;
+    rtr_tickets_t *tickets = rtr_loop_tickets(fx->loop);
+    node_t *prefills = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *second = add_node(fx, TD_ROLE_PREFILL, "p2");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *held = make_request(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run;
+    const char *first = NULL;
+
+    assert_int_equal(rtr_tickets_policy(tickets), RTR_POLICY_KV_AWARE);
+    assert_int_equal(rtr_loop_submit(fx->loop, rtr_request_ref(held)), TD_OK);
+    run = start_attempt(fx, prefills, decode); /* it keeps p1 busy */
+    assert_string_equal(place_and_finish(fx, prefills, decode), "p2");
+    rtr_tickets_set_policy(tickets, RTR_POLICY_ROUND_ROBIN);
+    assert_int_equal(rtr_tickets_policy(tickets), RTR_POLICY_ROUND_ROBIN);
+    first = place_and_finish(fx, prefills, decode);
+    assert_string_not_equal(place_and_finish(fx, prefills, decode), first);
+    assert_string_equal(place_and_finish(fx, prefills, decode), first);
+    finish_well(prefills, decode, run);
+    wait_end(fx, held);
+    rtr_request_unref(held);
+    assert_non_null(second);
+    assert_at_rest(fx);
+}
+
+static void test_what_legs_took_is_learned(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    const rtr_node_t *p = rtr_registry_node(rtr_loop_registry(fx->loop), 0);
+    const rtr_node_t *d = rtr_registry_node(rtr_loop_registry(fx->loop), 1);
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    const running_t run = start_attempt(fx, prefill, decode);
+
+    assert_int_equal(p->backlog.work.prompts, 1);
+    assert_int_equal(p->backlog.work.tokens, 18);
+    assert_int_equal(d->sequences, 1);
+    assert_int_equal(d->decoding, 0);
+    for (uint32_t i = 0; i < 17; i++) {
+        send_token(decode, run.ticket, run.attempt, 0, i, "a", TD_FINISH_NONE);
+    }
+    send_end(prefill, run.ticket, run.attempt, TD_OK);
+    while (p->prefill_time.n < 1 || d->tbt.n < 1) {
+        spin(fx, NULL);
+    }
+    assert_int_equal(d->decoding, 1);
+    assert_true(d->tbt.n == 1);        /* the 16th token's */
+    assert_true(d->tbt.xx[1][1] == 1); /* one sequence gave tokens */
+    assert_true(p->prefill_time.n == 1);
+    assert_true(p->prefill_time.xx[0][0] == 15 * 15); /* the node had three of the 18 */
+    assert_int_equal(p->backlog.work.prompts, 0);
+    send_token(decode, run.ticket, run.attempt, 0, 17, "b", TD_FINISH_STOP);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    wait_end(fx, req);
+    assert_at_rest(fx);
+}
+
 /* --- drafts ----------------------------------------------------------------------------------- */
 
 #define TEXT_OF(n) "{\"prompt\":[" #n ",4,5,3],\"max_tokens\":5"
@@ -1384,6 +1464,8 @@ int main(void)
         T(test_an_id_in_use_is_refused),
         T(test_peers_are_told_and_one_master_named),
         T(test_f9_master_with_the_highest_term_is_named),
+        T(test_the_policy_may_change_while_running),
+        T(test_what_legs_took_is_learned),
         T(test_drafts_are_chosen_by_what_they_were_worth),
         T(test_drafts_of_the_past_are_remembered),
     };
