@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <microhttpd.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
@@ -57,11 +58,12 @@ static void add_header(struct MHD_Response *response, const char *name, const ch
     }
 }
 
-/* Takes text over. retry: with Retry-After. */
+/* Takes text over. retry_after_s: 0 = says nothing of it. */
 static enum MHD_Result answer(const conn_t *conn, int status, const char *type, td_str_t *text,
-                              bool retry, const char *allow)
+                              uint32_t retry_after_s, const char *allow)
 {
     static char empty[1];
+    char seconds[16];
     struct MHD_Response *response = NULL;
     enum MHD_Result result = MHD_NO;
 
@@ -78,8 +80,9 @@ static enum MHD_Result answer(const conn_t *conn, int status, const char *type, 
     *text = (td_str_t){0};
     add_header(response, "Content-Type", type);
     add_header(response, "Allow", allow);
-    if (retry) {
-        add_header(response, "Retry-After", "1");
+    if (retry_after_s > 0) {
+        (void)snprintf(seconds, sizeof(seconds), "%u", retry_after_s);
+        add_header(response, "Retry-After", seconds);
     }
     if (status == 401) {
         add_header(response, "WWW-Authenticate", "Bearer");
@@ -102,7 +105,7 @@ static enum MHD_Result answer_error(const conn_t *conn, const rtr_error_t *error
     if (rtr_reply_error(error, &text) != TD_OK) {
         return MHD_NO;
     }
-    return answer(conn, error->http, "application/json", &text, retry, allow);
+    return answer(conn, error->http, "application/json", &text, retry ? 1 : 0, allow);
 }
 
 static enum MHD_Result answer_json(const conn_t *conn, td_status_t status, td_str_t *text)
@@ -111,7 +114,7 @@ static enum MHD_Result answer_json(const conn_t *conn, td_status_t status, td_st
         td_str_fini(text);
         return MHD_NO;
     }
-    return answer(conn, 200, "application/json", text, false, "");
+    return answer(conn, 200, "application/json", text, 0, "");
 }
 
 /* --- small routes ----------------------------------------------------------------------------- */
@@ -159,7 +162,7 @@ static enum MHD_Result get_ready(conn_t *conn)
                       prefill || decode ? "" : ",", decode ? "" : "\"decode\"") != TD_OK) {
         return MHD_NO;
     }
-    return answer(conn, 503, "application/json", &text, true, "");
+    return answer(conn, 503, "application/json", &text, 1, "");
 }
 
 static enum MHD_Result get_metrics(conn_t *conn)
@@ -170,7 +173,7 @@ static enum MHD_Result get_metrics(conn_t *conn)
         td_str_fini(&text);
         return MHD_NO;
     }
-    return answer(conn, 200, "text/plain; version=0.0.4", &text, false, "");
+    return answer(conn, 200, "text/plain; version=0.0.4", &text, 0, "");
 }
 
 static enum MHD_Result get_drafters(conn_t *conn)
@@ -211,7 +214,7 @@ static enum MHD_Result get_page(conn_t *conn)
         td_str_fini(&text);
         return MHD_NO;
     }
-    return answer(conn, 200, "text/html; charset=utf-8", &text, false, "");
+    return answer(conn, 200, "text/html; charset=utf-8", &text, 0, "");
 }
 
 static const route_t routes[] = {
@@ -319,7 +322,7 @@ static enum MHD_Result answer_or_suspend(conn_t *conn)
         return MHD_NO;
     }
     return is_stream ? answer_stream(conn)
-                     : answer(conn, http_status, "application/json", &text, req->retry_after, "");
+                     : answer(conn, http_status, "application/json", &text, req->retry_after_s, "");
 }
 
 static void take_request_id(const conn_t *conn, rtr_request_t *req)
@@ -335,6 +338,24 @@ static void take_request_id(const conn_t *conn, rtr_request_t *req)
     if (len >= 1 && len <= RTR_REQUEST_ID_CHARS_MAX) {
         (void)snprintf(req->request_id, sizeof(req->request_id), "%s", id);
     }
+}
+
+/* Of a header, in place of the server's own; 0: no limit. False: it is no such number. */
+static bool take_slo(const conn_t *conn, const char *name, uint32_t *ms)
+{
+    const char *text = MHD_lookup_connection_value(conn->mhd, MHD_HEADER_KIND, name);
+    char *end = NULL;
+    unsigned long value = 0;
+
+    if (text == NULL) {
+        return true;
+    }
+    value = strtoul(text, &end, 10);
+    if (text[0] < '0' || text[0] > '9' || *end != '\0' || value > RTR_SLO_MS_MAX) {
+        return false;
+    }
+    *ms = (uint32_t)value;
+    return true;
 }
 
 static bool is_generation(rtr_kind_t kind)
@@ -361,20 +382,29 @@ static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
     req->wake_ctx = conn->mhd;
     if (atomic_load_explicit(&conn->http->draining, memory_order_relaxed)) {
         rtr_error_set(&error, 503, "shutting_down", NULL, "The server is shutting down.");
-        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, true);
+        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, 1);
+        return answer_or_suspend(conn);
+    }
+    req->slo = conn->http->config.slo;
+    if (!take_slo(conn, "x-slo-ttft-ms", &req->slo.ttft_ms) ||
+        !take_slo(conn, "x-slo-tbt-ms", &req->slo.tbt_ms)) {
+        rtr_error_set(&error, 400, "invalid_slo", NULL,
+                      "x-slo-ttft-ms and x-slo-tbt-ms: milliseconds from 0 to %u are expected.",
+                      RTR_SLO_MS_MAX);
+        rtr_request_fail(req, RTR_OUTCOME_BAD_REQUEST, &error, 0);
         return answer_or_suspend(conn);
     }
     if (rtr_gone_watch(conn->http->config.gone, info->connect_fd, req, &conn->watch_slot) !=
         TD_OK) {
         rtr_error_set(&error, 503, "too_many_connections", NULL, "Too many connections.");
-        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, true);
+        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, 1);
         return answer_or_suspend(conn);
     }
     conn->watched = true;
     if (rtr_workers_submit(conn->http->config.workers, rtr_request_ref(req)) != TD_OK) {
         rtr_error_set(&error, 429, "too_many_requests", NULL,
                       "The server has too many requests under way. Try again later.");
-        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, true);
+        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, 1);
         rtr_request_unref(req);
     }
     return answer_or_suspend(conn);

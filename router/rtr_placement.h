@@ -150,6 +150,7 @@ typedef enum rtr_admission {
 } rtr_admission_t;
 
 #define RTR_RETRY_AFTER_S_MAX 60u
+#define RTR_SLO_MS_MAX 86400000u
 
 typedef struct rtr_admit_ask {
     rtr_slo_t slo;

@@ -245,7 +245,7 @@ void rtr_request_complete(rtr_request_t *req, td_str_t *text)
 }
 
 void rtr_request_fail(rtr_request_t *req, rtr_outcome_t outcome, const rtr_error_t *error,
-                      bool retry_after)
+                      uint32_t retry_after_s)
 {
     td_status_t status = TD_OK;
 
@@ -259,7 +259,7 @@ void rtr_request_fail(rtr_request_t *req, rtr_outcome_t outcome, const rtr_error
         td_str_clear(&req->out);
         status = rtr_reply_error(error, &req->out);
         req->http_status = error->http;
-        req->retry_after = retry_after;
+        req->retry_after_s = retry_after_s;
     }
     req->torn = req->torn || (status != TD_OK && req->is_stream);
     req->ready = true;

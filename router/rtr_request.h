@@ -11,6 +11,7 @@
 
 #include "router/rtr_api.h"
 #include "router/rtr_metrics.h"
+#include "router/rtr_placement.h"
 #include "router/rtr_reply.h"
 
 #define RTR_OUT_BYTES_MAX (4u << 20) /* unread bytes of a stream; past it the client is cut off */
@@ -57,6 +58,7 @@ typedef struct rtr_request {
     rtr_metrics_t *metrics; /* borrowed; NULL: not counted (TOKENIZE, DETOKENIZE) */
     td_str_t body;          /* connection's, then the worker's */
     rtr_params_t params;    /* worker's, then the loop's */
+    rtr_slo_t slo;          /* connection's, then the loop's */
 
     pthread_mutex_t mu; /* guards what follows, up to the next group */
     td_str_t out;
@@ -67,7 +69,7 @@ typedef struct rtr_request {
     bool suspended; /* the connection waits for wake() */
     bool is_stream; /* the answer is an event stream */
     int http_status;
-    bool retry_after;
+    uint32_t retry_after_s; /* 0: says nothing */
     char prefill_id[TD_MSG_ID_CHARS_MAX + 1];
     char decode_id[TD_MSG_ID_CHARS_MAX + 1];
     char draft[RTR_DRAFT_CHARS_MAX + 1]; /* how it drafts, for people to read */
@@ -106,7 +108,7 @@ bool rtr_request_streaming(rtr_request_t *req);
 void rtr_request_complete(rtr_request_t *req, td_str_t *text);
 /** Ends it with a refusal: an HTTP error, or an event inside a stream that has begun. */
 void rtr_request_fail(rtr_request_t *req, rtr_outcome_t outcome, const rtr_error_t *error,
-                      bool retry_after);
+                      uint32_t retry_after_s);
 bool rtr_request_ended(const rtr_request_t *req);
 /** The client has left: marks it and wakes the connection. The loop sees the mark and ends it. */
 void rtr_request_mark_gone(rtr_request_t *req);

@@ -303,8 +303,8 @@ static void request_drop(rtr_tickets_t *ts, rtr_request_t *req)
     rtr_request_unref(req);
 }
 
-static void request_fail(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t outcome, int http,
-                         const char *code, const char *message)
+static void request_fail_for(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t outcome, int http,
+                             const char *code, const char *message, uint32_t retry_after_s)
 {
     rtr_error_t error;
 
@@ -312,8 +312,14 @@ static void request_fail(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t ou
     TD_LOG_INFO("request failed", "req=%s outcome=%s http=%d why=\"%s\"", req->request_id,
                 rtr_outcome_name(outcome), http, message);
     rtr_events_add(ts->config.events, RTR_EVENT_REQUEST_FAILED, "", req->request_id, message);
-    rtr_request_fail(req, outcome, &error, http == 429 || http == 503);
+    rtr_request_fail(req, outcome, &error, retry_after_s);
     request_drop(ts, req);
+}
+
+static void request_fail(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t outcome, int http,
+                         const char *code, const char *message)
+{
+    request_fail_for(ts, req, outcome, http, code, message, http == 429 || http == 503 ? 1 : 0);
 }
 
 static void request_client_gone(rtr_tickets_t *ts, rtr_request_t *req)
@@ -322,7 +328,7 @@ static void request_client_gone(rtr_tickets_t *ts, rtr_request_t *req)
 
     rtr_error_set(&error, 499, NULL, NULL, "the client is gone");
     rtr_request_mark_gone(req);
-    rtr_request_fail(req, RTR_OUTCOME_CLIENT_GONE, &error, false);
+    rtr_request_fail(req, RTR_OUTCOME_CLIENT_GONE, &error, 0);
     request_drop(ts, req);
 }
 
@@ -700,6 +706,44 @@ static uint64_t count_need(const rtr_tickets_t *ts, const rtr_ticket_t *t)
                                                    (uint32_t)(count + max_tokens), 1));
 }
 
+/* True when the request was refused: it is predicted to miss its objective. Only before its first
+ * try, so also while it waits: then the time that is left is shorter. */
+static bool refuse_by_slo(rtr_tickets_t *ts, const rtr_ticket_t *t,
+                          const rtr_prefill_choice_t *prefill, const rtr_decode_choice_t *decode)
+{
+    const double waited_ns = (double)(td_now_ns() - t->req->arrived_ns);
+    const rtr_admit_ask_t ask = {
+        .slo = t->req->slo,
+        .ttft_ns = prefill->ttft_ns < 0 ? -1 : prefill->ttft_ns + waited_ns,
+        .tbt_ns = decode->tbt_ns,
+        .answer_ns = decode->tbt_ns < 0 ? -1 : decode->tbt_ns * prompt_of(t)->max_tokens};
+    uint32_t retry_after_s = 0;
+    rtr_admission_t verdict = RTR_ADMIT;
+    char text[160];
+
+    if (t->retries > 0 || has_begun(t)) {
+        return false;
+    }
+    verdict = rtr_admit(&ask, &retry_after_s);
+    if (verdict == RTR_ADMIT) {
+        return false;
+    }
+    if (verdict == RTR_REFUSE_TTFT) {
+        td_metric_add(ts->config.metrics->slo_ttft, 1);
+        (void)snprintf(text, sizeof(text),
+                       "The first token would come after about %.0f ms; %u ms are asked for.",
+                       ask.ttft_ns / (double)TD_NS_PER_MS, ask.slo.ttft_ms);
+    } else {
+        td_metric_add(ts->config.metrics->slo_tbt, 1);
+        (void)snprintf(text, sizeof(text),
+                       "Tokens would come every %.1f ms or so; %u ms are asked for.",
+                       ask.tbt_ns / (double)TD_NS_PER_MS, ask.slo.tbt_ms);
+    }
+    request_fail_for(ts, t->req, RTR_OUTCOME_REJECTED, 429,
+                     verdict == RTR_REFUSE_TTFT ? "slo_ttft" : "slo_tbt", text, retry_after_s);
+    return true;
+}
+
 static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
     ticket_hash(ts, t);
@@ -710,23 +754,26 @@ static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
     }
     for (;;) {
         rtr_prefill_choice_t prefill = choose_prefill(ts, t, false);
-        uint32_t decode = choose_decode(ts, t, false).node;
+        rtr_decode_choice_t decode = choose_decode(ts, t, false);
 
         prefill = prefill.node != RTR_PLACE_NONE ? prefill : choose_prefill(ts, t, true);
-        decode = decode != RTR_PLACE_NONE ? decode : choose_decode(ts, t, true).node;
-        if (prefill.node == RTR_PLACE_NONE || decode == RTR_PLACE_NONE) {
+        decode = decode.node != RTR_PLACE_NONE ? decode : choose_decode(ts, t, true);
+        if (prefill.node == RTR_PLACE_NONE || decode.node == RTR_PLACE_NONE) {
             ticket_wait(ts, t);
             return;
         }
+        if (refuse_by_slo(ts, t, &prefill, &decode)) {
+            return;
+        }
         ts->turn++;
-        hold(ts, t, &prefill, decode);
+        hold(ts, t, &prefill, decode.node);
         choose_draft(ts, t);
         if (send_work(ts, t, TD_MSG_RESERVE, &t->decode, &t->prefill, 0) == TD_OK) {
             t->state = STATE_RESERVING;
             t->reserve_deadline_ns = td_now_ns() + RTR_RESERVE_MS * TD_NS_PER_MS;
             return;
         }
-        rtr_slot_add(&t->tried, decode);
+        rtr_slot_add(&t->tried, decode.node);
         attempt_end(ts, t, false);
     }
 }

@@ -34,7 +34,7 @@ static void answer_here(const rtr_workers_t *ws, rtr_request_t *req)
         rtr_request_complete(req, &text);
     } else {
         rtr_error_set(&error, 500, NULL, NULL, "out of memory");
-        rtr_request_fail(req, RTR_OUTCOME_UPSTREAM_ERROR, &error, false);
+        rtr_request_fail(req, RTR_OUTCOME_UPSTREAM_ERROR, &error, 0);
     }
     td_str_fini(&text);
 }
@@ -47,7 +47,7 @@ static void work(const rtr_workers_t *ws, rtr_request_t *req)
 
     if (atomic_load_explicit(&req->gone, memory_order_acquire)) {
         rtr_error_set(&error, 499, NULL, NULL, "the client is gone");
-        rtr_request_fail(req, RTR_OUTCOME_CLIENT_GONE, &error, false);
+        rtr_request_fail(req, RTR_OUTCOME_CLIENT_GONE, &error, 0);
         rtr_request_unref(req);
         return;
     }
@@ -57,7 +57,7 @@ static void work(const rtr_workers_t *ws, rtr_request_t *req)
     if (status != TD_OK) {
         rtr_request_fail(
             req, status == TD_ERR_INVALID ? RTR_OUTCOME_BAD_REQUEST : RTR_OUTCOME_UPSTREAM_ERROR,
-            &error, false);
+            &error, 0);
     } else if (req->kind == RTR_KIND_TOKENIZE || req->kind == RTR_KIND_DETOKENIZE) {
         answer_here(ws, req);
     } else if (rtr_loop_submit(ws->loop, req) == TD_OK) {
@@ -65,7 +65,7 @@ static void work(const rtr_workers_t *ws, rtr_request_t *req)
     } else {
         rtr_error_set(&error, 429, "too_many_requests", NULL,
                       "The server has too many requests under way. Try again later.");
-        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, true);
+        rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, 1);
     }
     rtr_request_unref(req);
 }

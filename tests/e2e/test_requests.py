@@ -103,6 +103,28 @@ def test_i1_a_stop_string_voids_the_step_under_way(options):
 
 
 @test
+def test_an_objective_that_cannot_be_met_is_refused_early(options):
+    with Cluster(options.bin, kvstore=0) as c:
+        prompt = "Once upon a time there was a river. " * 40
+
+        def ask(number, headers):
+            body = {"model": c.model, "prompt": f"{number} {prompt}", "max_tokens": 40,
+                    "ignore_eos": True}
+            return c.request("POST", "/v1/completions", body, headers=headers)
+
+        for number in range(3):
+            assert ask(number, {}).status == 200
+        for name, code in (("x-slo-ttft-ms", "slo_ttft"), ("x-slo-tbt-ms", "slo_tbt")):
+            refused = ask(name, {name: "1"})
+            assert refused.status == 429 and refused.json["error"]["code"] == code, refused.body
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert ask(f"{name} again", {name: "60000"}).status == 200
+            assert ask("wrong", {name: "soon"}).status == 400
+        assert c.metrics()['tandem_router_slo_refusals_total{slo="ttft"}'] == 1
+        wait_at_rest(c)
+
+
+@test
 def test_logprobs_echo_and_n(options):
     with Cluster(options.bin) as c:
         reply = c.complete("The capital of France is", max_tokens=3, temperature=0, logprobs=2,

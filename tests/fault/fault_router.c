@@ -202,7 +202,7 @@ static td_status_t step_request_fail(const fixture_t *fx)
 
     rtr_error_set(&error, 502, NULL, NULL, "x");
     TD_TRY(rtr_request_create(RTR_KIND_CHAT, NULL, &req));
-    rtr_request_fail(req, RTR_OUTCOME_UPSTREAM_ERROR, &error, false);
+    rtr_request_fail(req, RTR_OUTCOME_UPSTREAM_ERROR, &error, 0);
     assert_true(req->done && req->ready && rtr_request_ended(req));
     status = req->out.len > 0 ? TD_OK : TD_ERR_NO_MEMORY;
     rtr_request_unref(req);

@@ -494,7 +494,7 @@ static void test_without_nodes_503(void **state)
     rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
 
     assert_ended(fx, req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "No prefill node");
-    assert_true(req->retry_after);
+    assert_true(req->retry_after_s > 0);
     (void)add_node(fx, TD_ROLE_PREFILL, "p1");
     req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
     wait_end(fx, req);
@@ -555,7 +555,7 @@ static void test_a_full_cluster_queues_then_429(void **state)
         }
     }
     assert_ended(fx, first, RTR_OUTCOME_REJECTED, 429, "came free in time");
-    assert_true(first->retry_after);
+    assert_true(first->retry_after_s > 0);
     rtr_request_unref(first);
     assert_at_rest(fx);
 }
@@ -666,6 +666,61 @@ static void test_a_decode_death_before_the_first_token_goes_unnoticed(void **sta
     finish_well(prefill, other, start_attempt(fx, prefill, other)); /* not the one that died */
     assert_ended(fx, req, RTR_OUTCOME_OK, 200, "[DONE]");
     assert_int_equal(td_metric_get(fx->metrics.retries), 1);
+    assert_at_rest(fx);
+}
+
+/* --- objectives ------------------------------------------------------------------------------- */
+
+static void spin_for(fixture_t *fx, uint64_t ms)
+{
+    const uint64_t until_ns = td_now_ns() + ms * TD_NS_PER_MS;
+    while (td_remaining_ns(until_ns) > 0) {
+        spin(fx, NULL);
+    }
+}
+
+static rtr_request_t *submit_with(fixture_t *fx, rtr_slo_t slo)
+{
+    rtr_request_unref(fx->req);
+    fx->req = make_request(fx, RTR_KIND_COMPLETION,
+                           "{\"prompt\":[3,4,5,3,4,5,3,4,5,3,4,5,3,4,5,3,4,5],\"max_tokens\":40}");
+    fx->req->slo = slo;
+    assert_int_equal(rtr_loop_submit(fx->loop, rtr_request_ref(fx->req)), TD_OK);
+    return fx->req;
+}
+
+/* Before anything is known nothing is refused; then by what it took. */
+static void test_a_request_that_would_miss_its_objective_is_refused(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    const rtr_slo_t tight[2] = {{.ttft_ms = 1}, {.tbt_ms = 1}};
+    rtr_request_t *req = submit_with(fx, (rtr_slo_t){.ttft_ms = 1, .tbt_ms = 1});
+    running_t run = start_attempt(fx, prefill, decode);
+
+    spin_for(fx, 30);
+    send_end(prefill, run.ticket, run.attempt, TD_OK);
+    for (uint32_t i = 0; i < 40; i++) {
+        send_token(decode, run.ticket, run.attempt, 0, i, "a",
+                   i == 39 ? TD_FINISH_LENGTH : TD_FINISH_NONE);
+        spin_for(fx, 4);
+    }
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "aaaa");
+    for (uint32_t i = 0; i < 2; i++) {
+        req = submit_with(fx, tight[i]);
+        wait_end(fx, req);
+        assert_int_equal(req->http_status, 429);
+        assert_non_null(strstr(req->out.bytes, i == 0 ? "slo_ttft" : "slo_tbt"));
+        assert_true(req->retry_after_s >= 1 && req->retry_after_s <= RTR_RETRY_AFTER_S_MAX);
+    }
+    assert_int_equal(td_metric_get(fx->metrics.slo_ttft), 1);
+    assert_int_equal(td_metric_get(fx->metrics.slo_tbt), 1);
+    req = submit_with(fx, (rtr_slo_t){.ttft_ms = 60000, .tbt_ms = 60000});
+    finish_well(prefill, decode, start_attempt(fx, prefill, decode));
+    wait_end(fx, req);
+    assert_int_equal(req->http_status, 200);
     assert_at_rest(fx);
 }
 
@@ -1439,6 +1494,7 @@ int main(void)
         T(test_a_failed_hand_off_is_tried_three_times_then_502),
         T(test_a_request_the_node_cannot_do_is_400),
         T(test_a_decode_death_before_the_first_token_goes_unnoticed),
+        T(test_a_request_that_would_miss_its_objective_is_refused),
         T(test_a_draining_node_gets_nothing_new),
         T(test_i9_a_stream_goes_on_behind_a_decode_death),
         T(test_i9_choices_that_ended_are_not_begun_again),
