@@ -1,7 +1,7 @@
 # Completion of tandemctl for bash: source this file, or put it into /etc/bash_completion.d.
 _tandemctl() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} i command='' nodes
-    local commands='status nodes drain undrain pin unpin evict speculation events keygen'
+    local commands='status nodes drain undrain pin unpin evict speculation policy events keygen'
     local options='--router --keys --json --watch --prompt --prompt-file --salt --key --soft --explore
         --since --follow --help --version'
     local -a asked=()
@@ -25,6 +25,9 @@ _tandemctl() {
         nodes=$("${COMP_WORDS[0]}" ${asked[@]+"${asked[@]}"} nodes 2>/dev/null |
             awk 'NR > 1 && $2 != "kvstore" { print $1 }')
         mapfile -t COMPREPLY < <(compgen -W "$nodes" -- "$word")
+        ;;
+    policy)
+        mapfile -t COMPREPLY < <(compgen -W 'kv_aware local_aware least_loaded round_robin random' -- "$word")
         ;;
     *)
         if [[ $word == -* || -n $command ]]; then

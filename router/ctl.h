@@ -15,6 +15,7 @@ typedef enum ctl_command {
     CTL_UNPIN,
     CTL_EVICT,
     CTL_SPECULATION,
+    CTL_POLICY,
     CTL_EVENTS,
     CTL_KEYGEN,
     CTL_COMMANDS
@@ -25,7 +26,7 @@ typedef enum ctl_command {
 /** What a command line says. Everything is borrowed. */
 typedef struct ctl_request {
     ctl_command_t command;
-    const char *node;
+    const char *node;   /* or the policy; NULL: it is only asked for */
     bool soft;          /* pin for half an hour */
     const char *prompt; /* NULL: keys are given */
     const char *salt;   /* NULL: none */

@@ -39,6 +39,7 @@ static const char *const usage_text =
     "  undrain NODE         back into placement\n"
     "  pin | unpin | evict  blocks in the store, of a prompt or by keys (options below)\n"
     "  speculation          what drafts were worth; with --explore N changes the policy\n"
+    "  policy [NAME]        how prompts are placed on nodes; with a name changes it\n"
     "  events               what happened lately; with --follow also what happens from now on\n"
     "  keygen FILE          makes a client's key; prints the public one, for the file `allow`\n"
     "\n"
@@ -66,9 +67,9 @@ static int usage(const char *what, const char *which)
 
 static int command_of(const char *name)
 {
-    static const char *const names[CTL_COMMANDS] = {"status", "nodes", "drain", "undrain",
-                                                    "pin",    "unpin", "evict", "speculation",
-                                                    "events", "keygen"};
+    static const char *const names[CTL_COMMANDS] = {"status", "nodes",  "drain", "undrain",
+                                                    "pin",    "unpin",  "evict", "speculation",
+                                                    "policy", "events", "keygen"};
     for (int i = 0; i < CTL_COMMANDS; i++) {
         if (strcmp(name, names[i]) == 0) {
             return i;
@@ -230,13 +231,13 @@ static int check_command(options_t *o, int argc, char **argv)
     if (command < 0) {
         return usage("no such command: ", argv[0]);
     }
-    if (argc != (names_something ? 2 : 1)) {
+    if (argc != (names_something ? 2 : 1) && !(command == CTL_POLICY && argc == 2)) {
         return usage(names_something ? "one name is expected behind "
                                      : "nothing is expected behind ",
                      argv[0]);
     }
     r->command = (ctl_command_t)command;
-    r->node = names_something ? argv[1] : NULL;
+    r->node = argc == 2 ? argv[1] : NULL;
     if ((command == CTL_PIN || command == CTL_UNPIN || command == CTL_EVICT) &&
         (r->prompt == NULL) == (r->key_count == 0)) {
         return usage("either --prompt (or --prompt-file) or --key is expected with ", argv[0]);

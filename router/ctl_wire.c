@@ -44,6 +44,7 @@ uint8_t *ctl_encode(const ctl_request_t *r, uint64_t id, size_t *len_out)
     PB(DrainRequest) drain = TANDEM__ADMIN__V1__DRAIN_REQUEST__INIT;
     PB(StoreRequest) store = TANDEM__ADMIN__V1__STORE_REQUEST__INIT;
     PB(SpeculationRequest) speculation = TANDEM__ADMIN__V1__SPECULATION_REQUEST__INIT;
+    PB(PolicyRequest) policy = TANDEM__ADMIN__V1__POLICY_REQUEST__INIT;
     PB(SubscribeRequest) subscribe = TANDEM__ADMIN__V1__SUBSCRIBE_REQUEST__INIT;
     uint8_t *bytes = NULL;
 
@@ -69,6 +70,11 @@ uint8_t *ctl_encode(const ctl_request_t *r, uint64_t id, size_t *len_out)
         speculation.explore_percent = r->explore_percent;
         pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_SPECULATION;
         pb.speculation = &speculation;
+        break;
+    case CTL_POLICY:
+        policy.policy = r->node != NULL ? lend(r->node) : policy.policy;
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_POLICY;
+        pb.policy = &policy;
         break;
     case CTL_EVENTS:
         subscribe.since = r->since;
@@ -405,6 +411,26 @@ static void show_speculation(const PB(Speculation) * s, bool json, FILE *out)
     print_table(&t, out);
 }
 
+static void show_policy(const PB(Policy) * p, bool json, FILE *out)
+{
+    json_t *object = json ? json_object() : NULL;
+    json_t *known = json ? json_array() : NULL;
+
+    for (size_t i = 0; i < p->n_known; i++) {
+        if (json) {
+            (void)json_array_append_new(known, json_string_nocheck(p->known[i]));
+        } else {
+            const bool is_set = strcmp(p->known[i], p->policy) == 0;
+            (void)fprintf(out, "%s %s\n", is_set ? "*" : " ", p->known[i]);
+        }
+    }
+    if (json) {
+        put_text(object, "policy", p->policy);
+        put(object, "known", known);
+        print_json(object, out);
+    }
+}
+
 static void show_event(const PB(Event) * e, bool json, FILE *out)
 {
     const time_t seconds = (time_t)(e->time_ms / 1000);
@@ -466,6 +492,8 @@ ctl_shown_t ctl_show(const uint8_t *bytes, size_t len, bool json, FILE *out, FIL
         show_store(reply->store, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_SPECULATION) {
         show_speculation(reply->speculation, json, out);
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_POLICY) {
+        show_policy(reply->policy, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_EVENTS) {
         shown.newest = show_events(reply->events, json, out, err);
     } else {

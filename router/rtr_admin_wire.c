@@ -458,6 +458,37 @@ static void answer_speculation(rtr_admin_t *a, const rtr_admin_name_t *to, uint6
     td_free(list);
 }
 
+/* --- how prompts are placed ------------------------------------------------------------------- */
+
+static void answer_policy(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id,
+                          const PB(PolicyRequest) * r)
+{
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+    PB(Policy) pb = TANDEM__ADMIN__V1__POLICY__INIT;
+    char *known[RTR_POLICIES];
+    rtr_policy_t policy = RTR_POLICY_KV_AWARE;
+
+    if (r->policy[0] != '\0') {
+        if (rtr_policy_parse(r->policy, &policy) != TD_OK) {
+            send_error(a, to, id, CODE(INVALID), "policy: " RTR_POLICY_NAMES);
+            return;
+        }
+        rtr_tickets_set_policy(a->config.tickets, policy);
+        rtr_events_add(a->config.events, RTR_EVENT_POLICY, "", "", rtr_policy_name(policy));
+        TD_LOG_INFO("placement policy set", "policy=%s", rtr_policy_name(policy));
+    }
+    for (uint32_t i = 0; i < RTR_POLICIES; i++) {
+        known[i] = lend(rtr_policy_name((rtr_policy_t)i));
+    }
+    pb.policy = lend(rtr_policy_name(rtr_tickets_policy(a->config.tickets)));
+    pb.known = known;
+    pb.n_known = RTR_POLICIES;
+    reply.id = id;
+    reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_POLICY;
+    reply.policy = &pb;
+    (void)send_reply(a, to, &reply);
+}
+
 /* --- events ----------------------------------------------------------------------------------- */
 
 /* Those from *next on, as many as a reply has; *next moves on. False: the client is gone. */
@@ -566,6 +597,9 @@ static void answer(rtr_admin_t *a, const rtr_admin_name_t *from, const PB(Reques
         break;
     case TANDEM__ADMIN__V1__REQUEST__COMMAND_SUBSCRIBE:
         subscribe(a, from, r->id, r->subscribe);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_POLICY:
+        answer_policy(a, from, r->id, r->policy);
         break;
     default:
         send_error(a, from, r->id, CODE(INVALID),

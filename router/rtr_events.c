@@ -54,8 +54,8 @@ const rtr_event_t *rtr_events_get(const rtr_events_t *events, uint64_t number)
 
 const char *rtr_event_kind_name(rtr_event_kind_t kind)
 {
-    static const char *const names[RTR_EVENT_KINDS] = {"node_up",       "node_down", "node_drains",
-                                                       "drained",       "undrained", "failover",
-                                                       "request_failed"};
+    static const char *const names[RTR_EVENT_KINDS] = {"node_up",        "node_down", "node_drains",
+                                                       "drained",        "undrained", "failover",
+                                                       "request_failed", "policy"};
     return names[kind];
 }

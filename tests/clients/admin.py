@@ -102,6 +102,9 @@ class Admin:
             request.explore_percent = explore
         return self.ask(speculation=request)
 
+    def policy(self, name=""):
+        return self.ask(policy=self.pb.PolicyRequest(policy=name))
+
     def subscribe(self, since=0, lease_ms=0):
         return self.ask(subscribe=self.pb.SubscribeRequest(since=since, lease_ms=lease_ms))
 

@@ -139,6 +139,20 @@ def test_speculation_is_shown_and_its_policy_set(options):
 
 
 @test
+def test_the_policy_of_placement_is_set(options):
+    c = cluster(options)
+    admin = Admin(keys_of(c))
+    assert admin.policy().policy == "kv_aware" and "random" in admin.policy().known
+    assert admin.policy("round_robin").policy == "round_robin"
+    assert [c.complete("Hi", max_tokens=1).headers["x-tandem-decode"] for _ in range(4)] in (
+        ["decode-1", "decode-2"] * 2, ["decode-2", "decode-1"] * 2)
+    assert "* least_loaded" in ctl(c, "policy", "least_loaded")
+    assert json.loads(ctl(c, "--json", "policy", "kv_aware"))["policy"] == "kv_aware"
+    assert "kv_aware|local_aware" in ctl(c, "policy", "nearest", code=1)
+    admin.close()
+
+
+@test
 def test_events_come_in_order_and_as_they_happen(options):
     with Cluster(options.bin, prefill=1, decode=2, kvstore=0,
                  router_args=["--allow-placement"]) as c:
@@ -246,7 +260,7 @@ def test_completion_and_manual_page_know_all_that_help_does(options):
     c = cluster(options)
     help_text = ctl(c, "--help")
     own = [name for name in re.findall(r"--[a-z-]+", help_text) if "admin" not in name]
-    names = own + ["status", "nodes", "drain", "undrain", "pin", "unpin", "evict", "speculation",
+    names = own + ["status", "nodes", "drain", "undrain", "pin", "unpin", "evict", "speculation", "policy",
                    "events", "keygen"]
     deploy = os.path.join(client_venv.ROOT, "deploy")
     with open(os.path.join(deploy, "tandemctl.1"), encoding="utf-8") as file:
