@@ -921,7 +921,7 @@ static td_status_t open_samples(sim_t *s)
     return sim_samples_create(s->config->timing ? count : 1, &s->place_us);
 }
 
-static td_status_t open(sim_t *s)
+static td_status_t sim_open(sim_t *s)
 {
     const sim_config_t *c = s->config;
     uint32_t longest = 1;
@@ -958,7 +958,7 @@ static td_status_t open(sim_t *s)
     return open_index(s);
 }
 
-static void close(sim_t *s)
+static void sim_close(sim_t *s)
 {
     for (uint32_t i = 0; s->decodes != NULL && i < s->config->decode_count; i++) {
         sim_batch_fini(&s->decodes[i].batch);
@@ -1030,7 +1030,7 @@ td_status_t sim_run(const sim_config_t *config, const sim_trace_t *trace, sim_re
         config->decode_count == 0 || config->decode_count > SIM_NODES_MAX) {
         return TD_ERR_INVALID;
     }
-    status = open(&s);
+    status = sim_open(&s);
     if (status == TD_OK) {
         status = run(&s);
     }
@@ -1039,6 +1039,6 @@ td_status_t sim_run(const sim_config_t *config, const sim_trace_t *trace, sim_re
         count_all(&s, &result);
         *out = result;
     }
-    close(&s);
+    sim_close(&s);
     return status;
 }
