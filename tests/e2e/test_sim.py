@@ -63,6 +63,7 @@ def test_policies_come_in_their_order(options):
     assert ttft["kv_aware"] < ttft["least_loaded"] < ttft["random"], ttft
     assert ttft["local_aware"] < ttft["least_loaded"], ttft
     hits = {p: by[p]["hit_rate"] for p in POLICIES}
+    assert hits["pooled"] == by["pooled"]["hit_rate_infinite"], by  # it is large enough
     assert max(hits, key=hits.get) == "pooled", hits
     assert hits["kv_aware"] > hits["local_aware"] > hits["least_loaded"], hits
     for policy in POLICIES:  # only the policy that counts on pulling pulls, without a store
@@ -111,6 +112,7 @@ def test_tables_sweep_and_plot(options):
         assert len(cells) == 8
         for few, more in zip(cells, cells[2:]):  # of as many decode nodes: more never hurts much
             assert more["share"] >= few["share"] - 0.02, (few, more)
+        assert cells[-1]["share"] > cells[0]["share"] + 0.05, cells
 
 
 @test
