@@ -16,6 +16,7 @@ typedef enum ctl_command {
     CTL_EVICT,
     CTL_SPECULATION,
     CTL_POLICY,
+    CTL_TRACE,
     CTL_EVENTS,
     CTL_KEYGEN,
     CTL_COMMANDS
@@ -26,7 +27,7 @@ typedef enum ctl_command {
 /** What a command line says. Everything is borrowed. */
 typedef struct ctl_request {
     ctl_command_t command;
-    const char *node;   /* or the policy; NULL: it is only asked for */
+    const char *node;   /* or the policy, or the request; NULL: any */
     bool soft;          /* pin for half an hour */
     const char *prompt; /* NULL: keys are given */
     const char *salt;   /* NULL: none */

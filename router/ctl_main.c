@@ -40,6 +40,8 @@ static const char *const usage_text =
     "  pin | unpin | evict  blocks in the store, of a prompt or by keys (options below)\n"
     "  speculation          what drafts were worth; with --explore N changes the policy\n"
     "  policy [NAME]        how prompts are placed on nodes; with a name changes it\n"
+    "  trace [REQUEST]      how a request (x-request-id), or the newest ones, were placed, and "
+    "why\n"
     "  events               what happened lately; with --follow also what happens from now on\n"
     "  keygen FILE          makes a client's key; prints the public one, for the file `allow`\n"
     "\n"
@@ -67,9 +69,9 @@ static int usage(const char *what, const char *which)
 
 static int command_of(const char *name)
 {
-    static const char *const names[CTL_COMMANDS] = {"status", "nodes",  "drain", "undrain",
-                                                    "pin",    "unpin",  "evict", "speculation",
-                                                    "policy", "events", "keygen"};
+    static const char *const names[CTL_COMMANDS] = {"status", "nodes", "drain",  "undrain",
+                                                    "pin",    "unpin", "evict",  "speculation",
+                                                    "policy", "trace", "events", "keygen"};
     for (int i = 0; i < CTL_COMMANDS; i++) {
         if (strcmp(name, names[i]) == 0) {
             return i;
@@ -231,7 +233,8 @@ static int check_command(options_t *o, int argc, char **argv)
     if (command < 0) {
         return usage("no such command: ", argv[0]);
     }
-    if (argc != (names_something ? 2 : 1) && !(command == CTL_POLICY && argc == 2)) {
+    if (argc != (names_something ? 2 : 1) &&
+        !((command == CTL_POLICY || command == CTL_TRACE) && argc == 2)) {
         return usage(names_something ? "one name is expected behind "
                                      : "nothing is expected behind ",
                      argv[0]);

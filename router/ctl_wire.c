@@ -45,6 +45,7 @@ uint8_t *ctl_encode(const ctl_request_t *r, uint64_t id, size_t *len_out)
     PB(StoreRequest) store = TANDEM__ADMIN__V1__STORE_REQUEST__INIT;
     PB(SpeculationRequest) speculation = TANDEM__ADMIN__V1__SPECULATION_REQUEST__INIT;
     PB(PolicyRequest) policy = TANDEM__ADMIN__V1__POLICY_REQUEST__INIT;
+    PB(TraceRequest) trace = TANDEM__ADMIN__V1__TRACE_REQUEST__INIT;
     PB(SubscribeRequest) subscribe = TANDEM__ADMIN__V1__SUBSCRIBE_REQUEST__INIT;
     uint8_t *bytes = NULL;
 
@@ -75,6 +76,11 @@ uint8_t *ctl_encode(const ctl_request_t *r, uint64_t id, size_t *len_out)
         policy.policy = r->node != NULL ? lend(r->node) : policy.policy;
         pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_POLICY;
         pb.policy = &policy;
+        break;
+    case CTL_TRACE:
+        trace.request = r->node != NULL ? lend(r->node) : trace.request;
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_TRACE;
+        pb.trace = &trace;
         break;
     case CTL_EVENTS:
         subscribe.since = r->since;
@@ -431,6 +437,91 @@ static void show_policy(const PB(Policy) * p, bool json, FILE *out)
     }
 }
 
+static json_t *decision_json(const PB(Decision) * d)
+{
+    json_t *o = json_object();
+    json_t *prefills = json_array();
+    json_t *decodes = json_array();
+
+    put_count(o, "number", d->number);
+    put_count(o, "time_ms", d->time_ms);
+    put_text(o, "request", d->request);
+    put_count(o, "prompt", d->prompt);
+    put_count(o, "attempt", d->attempt);
+    put_count(o, "prompt_tokens", d->prompt_tokens);
+    put_count(o, "generated_tokens", d->generated_tokens);
+    put_text(o, "policy", d->policy);
+    put_count(o, "prefill_nodes", d->prefill_nodes);
+    put_count(o, "decode_nodes", d->decode_nodes);
+    for (size_t i = 0; i < d->n_prefills; i++) {
+        json_t *p = json_object();
+        put_text(p, "node", d->prefills[i]->node);
+        put(p, "score_ms", json_real(d->prefills[i]->score_ms));
+        put(p, "queue_ms", json_real(d->prefills[i]->queue_ms));
+        put(p, "ttft_ms", json_real(d->prefills[i]->ttft_ms));
+        put_count(p, "own_tokens", d->prefills[i]->own_tokens);
+        put_count(p, "pulled_tokens", d->prefills[i]->pulled_tokens);
+        (void)json_array_append_new(prefills, p);
+    }
+    put(o, "prefills", prefills);
+    for (size_t i = 0; i < d->n_decodes; i++) {
+        json_t *c = json_object();
+        put_text(c, "node", d->decodes[i]->node);
+        put(c, "score", json_real(d->decodes[i]->score));
+        put(c, "tbt_ms", json_real(d->decodes[i]->tbt_ms));
+        put(c, "fits", json_boolean(d->decodes[i]->fits));
+        put_count(c, "running", d->decodes[i]->running);
+        put_count(c, "free_blocks", d->decodes[i]->free_blocks);
+        (void)json_array_append_new(decodes, c);
+    }
+    put(o, "decodes", decodes);
+    put_text(o, "drafter", d->drafter);
+    put_count(o, "k_min", d->k_min);
+    put_count(o, "k_max", d->k_max);
+    put_text(o, "draft_why", d->draft_why);
+    put_text(o, "prompt_class", d->prompt_class);
+    put_text(o, "end", d->end);
+    put_count(o, "took_ms", d->took_ms);
+    put_count(o, "tokens", d->tokens);
+    return o;
+}
+
+/* For people: a line of the decision, then one for each candidate. */
+static void print_decision(const PB(Decision) * d, FILE *out)
+{
+    (void)fprintf(out, "%s attempt %u: %u tokens, policy %s, %s k=%u-%u (%s, %s): %s", d->request,
+                  d->attempt, d->prompt_tokens, d->policy, d->drafter, d->k_min, d->k_max,
+                  d->draft_why, d->prompt_class, d->end[0] == '\0' ? "under way" : d->end);
+    if (d->end[0] != '\0') {
+        (void)fprintf(out, ", %u tokens in %" PRIu64 " ms", d->tokens, d->took_ms);
+    }
+    (void)fputs("\n", out);
+    for (size_t i = 0; i < d->n_prefills; i++) {
+        const PB(PrefillCandidate) *p = d->prefills[i];
+        (void)fprintf(
+            out, "  %c prefill %-16s score %.2f ms, queue %.2f, ttft %.2f, own %u, pulled %u\n",
+            i == 0 ? '*' : ' ', p->node, p->score_ms, p->queue_ms, p->ttft_ms, p->own_tokens,
+            p->pulled_tokens);
+    }
+    for (size_t i = 0; i < d->n_decodes; i++) {
+        const PB(DecodeCandidate) *c = d->decodes[i];
+        (void)fprintf(out, "  %c decode  %-16s score %.4g, tbt %.2f ms, running %u, free %u%s\n",
+                      i == 0 ? '*' : ' ', c->node, c->score, c->tbt_ms, c->running, c->free_blocks,
+                      c->fits ? "" : ", does not fit");
+    }
+}
+
+static void show_trace(const PB(Trace) * t, bool json, FILE *out)
+{
+    for (size_t i = 0; i < t->n_decisions; i++) {
+        if (json) {
+            print_json(decision_json(t->decisions[i]), out);
+        } else {
+            print_decision(t->decisions[i], out);
+        }
+    }
+}
+
 static void show_event(const PB(Event) * e, bool json, FILE *out)
 {
     const time_t seconds = (time_t)(e->time_ms / 1000);
@@ -494,6 +585,8 @@ ctl_shown_t ctl_show(const uint8_t *bytes, size_t len, bool json, FILE *out, FIL
         show_speculation(reply->speculation, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_POLICY) {
         show_policy(reply->policy, json, out);
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_TRACE) {
+        show_trace(reply->trace, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_EVENTS) {
         shown.newest = show_events(reply->events, json, out, err);
     } else {

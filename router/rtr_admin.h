@@ -14,6 +14,7 @@
 #define RTR_ADMIN_SUBSCRIBERS_MAX 16u /* past it: busy */
 #define RTR_ADMIN_ENTRIES_MAX 256u    /* of what drafts were worth, in a reply */
 #define RTR_ADMIN_EVENTS_MAX 128u     /* in a reply */
+#define RTR_ADMIN_DECISIONS_MAX 64u   /* in a reply */
 #define RTR_ADMIN_KEYS_MAX 4096u      /* blocks of an order to the store */
 #define RTR_ADMIN_FDS 2u
 
@@ -26,6 +27,7 @@ typedef struct rtr_admin_config {
     rtr_drafters_t *drafters;
     rtr_hints_t *hints;
     rtr_events_t *events;
+    const rtr_trace_t *trace;
     const rtr_metrics_t *metrics;
     const rtr_model_t *model;
     const char *kv_codec;

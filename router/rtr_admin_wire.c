@@ -489,6 +489,115 @@ static void answer_policy(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t i
     (void)send_reply(a, to, &reply);
 }
 
+/* --- how requests were placed ----------------------------------------------------------------- */
+
+typedef struct decision_view {
+    PB(Decision) pb;
+    PB(PrefillCandidate) prefills[RTR_TRACE_CANDIDATES_MAX];
+    PB(PrefillCandidate) * prefill_list[RTR_TRACE_CANDIDATES_MAX];
+    PB(DecodeCandidate) decodes[RTR_TRACE_CANDIDATES_MAX];
+    PB(DecodeCandidate) * decode_list[RTR_TRACE_CANDIDATES_MAX];
+} decision_view_t;
+
+static double ms_of(double ns)
+{
+    return ns < 0 ? -1 : ns / (double)TD_NS_PER_MS;
+}
+
+static void fill_candidates(const rtr_trace_decision_t *d, decision_view_t *v)
+{
+    for (uint32_t i = 0; i < d->prefill_count; i++) {
+        PB(PrefillCandidate) *p = &v->prefills[i];
+        tandem__admin__v1__prefill_candidate__init(p);
+        p->node = lend(d->prefills[i].node);
+        p->score_ms = ms_of(d->prefills[i].why.score_ns);
+        p->queue_ms = ms_of(d->prefills[i].why.queue_ns);
+        p->ttft_ms = ms_of(d->prefills[i].why.ttft_ns);
+        p->own_tokens = d->prefills[i].why.own_tokens;
+        p->pulled_tokens = d->prefills[i].why.pulled_tokens;
+        v->prefill_list[i] = p;
+    }
+    for (uint32_t i = 0; i < d->decode_count; i++) {
+        PB(DecodeCandidate) *c = &v->decodes[i];
+        tandem__admin__v1__decode_candidate__init(c);
+        c->node = lend(d->decodes[i].node);
+        c->score = d->decodes[i].why.score;
+        c->tbt_ms = ms_of(d->decodes[i].why.tbt_ns);
+        c->fits = d->decodes[i].why.fits;
+        c->running = d->decodes[i].running;
+        c->free_blocks = d->decodes[i].free_blocks;
+        v->decode_list[i] = c;
+    }
+}
+
+static void fill_decision(const rtr_trace_decision_t *d, decision_view_t *v)
+{
+    PB(Decision) *pb = &v->pb;
+
+    tandem__admin__v1__decision__init(pb);
+    pb->number = d->number;
+    pb->time_ms = d->time_ms;
+    pb->request = lend(d->request);
+    pb->prompt = d->prompt;
+    pb->attempt = d->attempt;
+    pb->prompt_tokens = d->prompt_tokens;
+    pb->generated_tokens = d->generated_tokens;
+    pb->policy = lend(rtr_policy_name(d->policy));
+    pb->prefill_nodes = d->prefill_nodes;
+    pb->decode_nodes = d->decode_nodes;
+    fill_candidates(d, v);
+    pb->prefills = v->prefill_list;
+    pb->n_prefills = d->prefill_count;
+    pb->decodes = v->decode_list;
+    pb->n_decodes = d->decode_count;
+    pb->drafter = lend(td_drafter_name(d->draft.drafter));
+    pb->k_min = d->draft.k_min;
+    pb->k_max = d->draft.k_max;
+    pb->draft_why = lend(rtr_draft_why_name(d->draft.why));
+    pb->prompt_class = lend(rtr_prompt_class_name(d->prompt_class));
+    pb->end = lend(d->end);
+    pb->took_ms = d->took_ms;
+    pb->tokens = d->tokens;
+}
+
+static void answer_trace(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id,
+                         const PB(TraceRequest) * r)
+{
+    const uint32_t most =
+        r->most == 0 ? RTR_ADMIN_DECISIONS_MAX : TD_MIN(r->most, RTR_ADMIN_DECISIONS_MAX);
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+    PB(Trace) trace = TANDEM__ADMIN__V1__TRACE__INIT;
+    PB(Decision) * list[RTR_ADMIN_DECISIONS_MAX];
+    decision_view_t *views = td_calloc(most, sizeof(*views));
+    uint64_t number = rtr_trace_newest(a->config.trace);
+    uint32_t at = most; /* filled from the end: the newest are looked at first */
+
+    for (; views != NULL && at > 0; number--) {
+        const rtr_trace_decision_t *d = rtr_trace_get(a->config.trace, number);
+        if (d == NULL) {
+            break;
+        }
+        if (r->request[0] == '\0' || strcmp(r->request, d->request) == 0) {
+            at--;
+            fill_decision(d, &views[at]);
+            list[at] = &views[at].pb;
+        }
+    }
+    trace.decisions = list + at;
+    trace.n_decisions = most - at;
+    reply.id = id;
+    reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_TRACE;
+    reply.trace = &trace;
+    if (views == NULL) {
+        send_error(a, to, id, CODE(BUSY), "out of memory");
+    } else if (trace.n_decisions == 0 && r->request[0] != '\0') {
+        send_error(a, to, id, CODE(NOT_FOUND), "no decision about that request is kept");
+    } else {
+        (void)send_reply(a, to, &reply);
+    }
+    td_free(views);
+}
+
 /* --- events ----------------------------------------------------------------------------------- */
 
 /* Those from *next on, as many as a reply has; *next moves on. False: the client is gone. */
@@ -600,6 +709,9 @@ static void answer(rtr_admin_t *a, const rtr_admin_name_t *from, const PB(Reques
         break;
     case TANDEM__ADMIN__V1__REQUEST__COMMAND_POLICY:
         answer_policy(a, from, r->id, r->policy);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_TRACE:
+        answer_trace(a, from, r->id, r->trace);
         break;
     default:
         send_error(a, from, r->id, CODE(INVALID),

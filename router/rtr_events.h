@@ -9,6 +9,7 @@
 
 #define RTR_EVENTS_MAX 1024u /* kept */
 #define RTR_EVENT_TEXT_MAX 127u
+#define RTR_EVENT_REQUEST_MAX 64u
 
 typedef enum rtr_event_kind {
     RTR_EVENT_NODE_UP,
@@ -27,7 +28,7 @@ typedef struct rtr_event {
     uint64_t time_ms; /* since 1970 */
     rtr_event_kind_t kind;
     char node[TD_MSG_ID_CHARS_MAX + 1];
-    char request[TD_MSG_ID_CHARS_MAX + 1];
+    char request[RTR_EVENT_REQUEST_MAX + 1];
     char text[RTR_EVENT_TEXT_MAX + 1];
 } rtr_event_t;
 

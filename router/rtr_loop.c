@@ -19,6 +19,7 @@ struct rtr_loop {
     rtr_drafters_t *drafters;
     rtr_tickets_t *tickets;
     rtr_events_t *events;
+    rtr_trace_t *trace;
     rtr_admin_t *admin;      /* NULL: there is none */
     atomic_bool gone_marked; /* release: a request's mark precedes it; acquire: the loop looks */
 };
@@ -34,6 +35,7 @@ static td_status_t open_admin(rtr_loop_t *loop)
                                       .drafters = loop->drafters,
                                       .hints = loop->hints,
                                       .events = loop->events,
+                                      .trace = loop->trace,
                                       .metrics = c->metrics,
                                       .model = c->model,
                                       .kv_codec = c->kv_codec,
@@ -89,6 +91,9 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
         status = rtr_events_create(&loop->events);
     }
     if (status == TD_OK) {
+        status = rtr_trace_create(&loop->trace);
+    }
+    if (status == TD_OK) {
         registry.events = loop->events;
         status = rtr_registry_create(&registry, &loop->registry);
     }
@@ -100,6 +105,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
         tickets.registry = loop->registry;
         tickets.hints = loop->hints;
         tickets.events = loop->events;
+        tickets.trace = loop->trace;
         status = rtr_tickets_create(&tickets, &loop->tickets);
     }
     if (status == TD_OK) {
@@ -141,6 +147,7 @@ void rtr_loop_destroy(rtr_loop_t *loop)
     rtr_drafters_destroy(loop->drafters);
     rtr_hints_destroy(loop->hints);
     rtr_events_destroy(loop->events);
+    rtr_trace_destroy(loop->trace);
     if (loop->inbox != NULL) {
         td_ring_destroy(loop->inbox);
     }

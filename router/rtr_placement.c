@@ -355,6 +355,26 @@ rtr_prefill_choice_t rtr_place_prefill(const rtr_place_ask_t *ask, const rtr_pre
     return prefill_choice(ask, views, best);
 }
 
+void rtr_explain_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_t *views,
+                         uint32_t count, const uint32_t *nodes, uint32_t node_count,
+                         rtr_prefill_explained_t *out)
+{
+    const double mean = mean_lately(views, count);
+    const common_t common = common_of(ask);
+
+    for (uint32_t i = 0; i < node_count; i++) {
+        const rtr_prefill_view_t *v = &views[nodes[i]];
+        const rtr_estimate_t *known = known_of(v->estimate, ask->typical);
+        const plan_t plan = plan_of(ask, &common, v, known);
+        const double queue = queue_ns(known, v->backlog, ask->now_ns);
+        out[i] = (rtr_prefill_explained_t){.score_ns = prefill_score(ask, &common, v, mean),
+                                           .queue_ns = queue,
+                                           .ttft_ns = known == &unknown ? -1 : plan.ns + queue,
+                                           .own_tokens = plan.own,
+                                           .pulled_tokens = plan.pulled};
+    }
+}
+
 static void tbt_features(uint32_t sequences, uint64_t blocks, double *out)
 {
     out[0] = 1; /* a step: first, since a single observation tells of it */
@@ -456,6 +476,12 @@ rtr_decode_choice_t rtr_place_decode(const rtr_place_ask_t *ask, const rtr_decod
     return (rtr_decode_choice_t){.node = best,
                                  .fits = decode_fits(ask, &views[best]),
                                  .tbt_ns = decode_tbt(ask, &views[best])};
+}
+
+rtr_decode_explained_t rtr_explain_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t *v)
+{
+    return (rtr_decode_explained_t){
+        .score = decode_score(ask, v), .tbt_ns = decode_tbt(ask, v), .fits = decode_fits(ask, v)};
 }
 
 /* --- admission -------------------------------------------------------------------------------- */

@@ -129,6 +129,29 @@ typedef struct rtr_decode_choice {
 rtr_decode_choice_t rtr_place_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
                                      uint32_t count);
 
+/** What a node's placement was judged by. Scores: the lowest is chosen, where the policy compares
+ * at all. */
+typedef struct rtr_prefill_explained {
+    double score_ns;
+    double queue_ns; /* until it begins */
+    double ttft_ns;  /* predicted, the queue included; negative: nothing is known yet */
+    uint32_t own_tokens;
+    uint32_t pulled_tokens;
+} rtr_prefill_explained_t;
+
+typedef struct rtr_decode_explained {
+    double score;
+    double tbt_ns; /* predicted with the prompt; negative: nothing is known yet */
+    bool fits;
+} rtr_decode_explained_t;
+
+/** For the nodes of the views whose indexes are given. Shape: nodes, out [node_count]. */
+void rtr_explain_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_t *views,
+                         uint32_t count, const uint32_t *nodes, uint32_t node_count,
+                         rtr_prefill_explained_t *out);
+rtr_decode_explained_t rtr_explain_decode(const rtr_place_ask_t *ask,
+                                          const rtr_decode_view_t *view);
+
 /** Learns the time between two tokens at so many sequences, with so many blocks of KV. */
 void rtr_tbt_observe(rtr_estimate_t *estimate, const rtr_estimate_t *prior, uint32_t sequences,
                      uint64_t blocks, double ns);

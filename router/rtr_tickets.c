@@ -49,7 +49,9 @@ struct rtr_ticket {
     uint64_t tenant;
     uint32_t prompt_class; /* rtr_prompt_class_t */
     rtr_draft_choice_t draft;
-    td_block_key_t *keys; /* owned; full blocks of the prompt */
+    uint64_t decision;     /* its number in the trace, of this attempt; 0: none */
+    uint32_t given_before; /* tokens that earlier attempts gave */
+    td_block_key_t *keys;  /* owned; full blocks of the prompt */
     uint32_t key_count;
     rtr_work_t work;      /* counted on the prefill node */
     uint64_t need_blocks; /* counted on the decode node */
@@ -253,9 +255,28 @@ static void send_cancel(rtr_tickets_t *ts, const rtr_ticket_t *t, const leg_t *l
     }
 }
 
+/* All choices'. */
+static uint32_t received_tokens(const rtr_ticket_t *t)
+{
+    uint32_t tokens = 0;
+    for (uint32_t i = 0; i < t->req->params.n; i++) {
+        tokens += choices_of(t)[i].received;
+    }
+    return tokens;
+}
+
+static void trace_end(rtr_tickets_t *ts, rtr_ticket_t *t, const char *end)
+{
+    if (ts->config.trace != NULL) {
+        rtr_trace_end(ts->config.trace, t->decision, end, received_tokens(t) - t->given_before);
+    }
+    t->decision = 0;
+}
+
 /* Takes the attempt back from both nodes; later messages of it are then stale. */
 static void attempt_end(rtr_tickets_t *ts, rtr_ticket_t *t, bool cancel)
 {
+    trace_end(ts, t, "taken back");
     if (cancel) {
         send_cancel(ts, t, &t->prefill);
         send_cancel(ts, t, &t->decode);
@@ -569,6 +590,74 @@ static uint32_t list_generated(const rtr_ticket_t *t, td_msg_generated_t out[TD_
     return n;
 }
 
+/* Of the views up to so many that are allowed, the chosen one first. first: of the first view.
+ * Answers how many; *allowed_out: of how many. */
+static uint32_t list_allowed(const bool *first, size_t stride, uint32_t count, uint32_t chosen,
+                             uint32_t nodes[RTR_TRACE_CANDIDATES_MAX], uint32_t *allowed_out)
+{
+    uint32_t listed = 1;
+
+    nodes[0] = chosen;
+    *allowed_out = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const bool allowed = *(const bool *)((const uint8_t *)first + i * stride);
+        *allowed_out += allowed;
+        if (allowed && i != chosen && listed < RTR_TRACE_CANDIDATES_MAX) {
+            nodes[listed++] = i;
+        }
+    }
+    return listed;
+}
+
+static void trace_nodes(const rtr_tickets_t *ts, const rtr_place_ask_t *ask, const rtr_ticket_t *t,
+                        rtr_trace_decision_t *d)
+{
+    const uint32_t slots = rtr_registry_slots(ts->config.registry);
+    rtr_prefill_explained_t why[RTR_TRACE_CANDIDATES_MAX];
+    uint32_t nodes[RTR_TRACE_CANDIDATES_MAX];
+
+    d->prefill_count = list_allowed(&ts->prefills[0].allowed, sizeof(ts->prefills[0]), slots,
+                                    t->prefill.slot, nodes, &d->prefill_nodes);
+    rtr_explain_prefill(ask, ts->prefills, slots, nodes, d->prefill_count, why);
+    for (uint32_t i = 0; i < d->prefill_count; i++) {
+        (void)snprintf(d->prefills[i].node, sizeof(d->prefills[i].node), "%s",
+                       rtr_registry_node(ts->config.registry, nodes[i])->id);
+        d->prefills[i].why = why[i];
+    }
+    d->decode_count = list_allowed(&ts->decodes[0].allowed, sizeof(ts->decodes[0]), slots,
+                                   t->decode.slot, nodes, &d->decode_nodes);
+    for (uint32_t i = 0; i < d->decode_count; i++) {
+        const rtr_decode_view_t *v = &ts->decodes[nodes[i]];
+        (void)snprintf(d->decodes[i].node, sizeof(d->decodes[i].node), "%s",
+                       rtr_registry_node(ts->config.registry, nodes[i])->id);
+        d->decodes[i].running = v->running;
+        d->decodes[i].free_blocks = v->free_blocks;
+        d->decodes[i].why = rtr_explain_decode(ask, v);
+    }
+}
+
+/* As the views stand that the choice was made from. */
+static void trace_decision(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_place_ask_t *ask)
+{
+    rtr_trace_decision_t *d = NULL;
+
+    if (ts->config.trace == NULL) {
+        return;
+    }
+    d = rtr_trace_open(ts->config.trace);
+    t->decision = d->number;
+    t->given_before = received_tokens(t);
+    (void)snprintf(d->request, sizeof(d->request), "%s", t->req->request_id);
+    d->prompt = t->prompt_idx;
+    d->attempt = t->attempt;
+    d->prompt_tokens = prompt_of(t)->count;
+    d->generated_tokens = t->given_before;
+    d->policy = ask->policy;
+    d->draft = t->draft;
+    d->prompt_class = t->prompt_class;
+    trace_nodes(ts, ask, t, d);
+}
+
 static td_status_t send_work(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_type_t type,
                              const leg_t *to, const leg_t *peer, uint32_t have_blocks)
 {
@@ -753,6 +842,7 @@ static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
         return;
     }
     for (;;) {
+        rtr_place_ask_t ask;
         rtr_prefill_choice_t prefill = choose_prefill(ts, t, false);
         rtr_decode_choice_t decode = choose_decode(ts, t, false);
 
@@ -765,9 +855,11 @@ static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
         if (refuse_by_slo(ts, t, &prefill, &decode)) {
             return;
         }
+        ask = ask_of(ts, t);
         ts->turn++;
         hold(ts, t, &prefill, decode.node);
         choose_draft(ts, t);
+        trace_decision(ts, t, &ask);
         if (send_work(ts, t, TD_MSG_RESERVE, &t->decode, &t->prefill, 0) == TD_OK) {
             t->state = STATE_RESERVING;
             t->reserve_deadline_ns = td_now_ns() + RTR_RESERVE_MS * TD_NS_PER_MS;
@@ -805,6 +897,7 @@ static bool is_request_fault(td_status_t status)
 static void ticket_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, uint32_t culprit,
                           const char *what)
 {
+    trace_end(ts, t, what);
     TD_LOG_WARN("attempt failed", "req=%s attempt=%u what=\"%s\" status=%s", t->req->request_id,
                 t->attempt, what, td_status_name(status));
     if (is_request_fault(status)) {
@@ -968,9 +1061,8 @@ static void ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
     td_msg_usage_t *u = &req->usage;
 
     u->prompt_tokens += prompt_of(t)->count;
-    for (uint32_t i = 0; i < req->params.n; i++) {
-        u->completion_tokens += choices_of(t)[i].received;
-    }
+    u->completion_tokens += received_tokens(t);
+    trace_end(ts, t, "ok");
     u->cached_local_tokens += t->usage.cached_local_tokens;
     u->cached_store_tokens += t->usage.cached_store_tokens;
     u->accepted_draft_tokens += t->usage.accepted_draft_tokens;

@@ -10,6 +10,7 @@
 #include "router/rtr_drafters.h"
 #include "router/rtr_registry.h"
 #include "router/rtr_request.h"
+#include "router/rtr_trace.h"
 
 #define RTR_TICKETS_MAX 8192u
 #define RTR_RETRIES_MAX 2u    /* of a ticket in a row, without a token in between */
@@ -26,6 +27,7 @@ typedef struct rtr_tickets_config {
     rtr_hints_t *hints;
     rtr_drafters_t *drafters;
     rtr_events_t *events; /* NULL: nobody wants to know */
+    rtr_trace_t *trace;   /* the same */
     rtr_metrics_t *metrics;
     const rtr_model_t *model;
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */

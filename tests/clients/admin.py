@@ -105,6 +105,9 @@ class Admin:
     def policy(self, name=""):
         return self.ask(policy=self.pb.PolicyRequest(policy=name))
 
+    def trace(self, request="", most=0):
+        return self.ask(trace=self.pb.TraceRequest(request=request, most=most)).decisions
+
     def subscribe(self, since=0, lease_ms=0):
         return self.ask(subscribe=self.pb.SubscribeRequest(since=since, lease_ms=lease_ms))
 

@@ -153,6 +153,32 @@ def test_the_policy_of_placement_is_set(options):
 
 
 @test
+def test_a_requests_placement_is_traced(options):
+    c = cluster(options)
+    admin = Admin(keys_of(c))
+    reply = c.complete(f"Traced. {PROMPT}", max_tokens=9, ignore_eos=True, temperature=0)
+    name = reply.headers["x-request-id"]
+    decision, = admin.trace(name)
+    assert decision.prefills[0].node == reply.headers["x-tandem-prefill"]
+    assert decision.decodes[0].node == reply.headers["x-tandem-decode"]
+    assert {each.node for each in decision.decodes} == {"decode-1", "decode-2"}
+    assert decision.decode_nodes == 2 and decision.prompt_tokens == reply.usage["prompt_tokens"]
+    assert (decision.attempt, decision.end, decision.tokens) == (1, "ok", 9)
+    drafter, bounds, why, kind = reply.headers["x-tandem-draft"].split()
+    assert (decision.drafter, f"k={decision.k_min}-{decision.k_max}", decision.draft_why,
+            decision.prompt_class) == (drafter, bounds, why, kind)
+    again = c.complete(f"Traced. {PROMPT}", max_tokens=1).headers["x-request-id"]
+    cached, = admin.trace(again)
+    assert cached.prefills[0].own_tokens >= 16 and cached.prefills[0].ttft_ms > 0
+    assert [each.request for each in admin.trace(most=2)] == [name, again]
+    shown = json.loads(ctl(c, "--json", "trace", name))
+    assert shown["decodes"][0]["score"] == decision.decodes[0].score
+    assert f"* decode  {decision.decodes[0].node}" in ctl(c, "trace", name)
+    assert "no decision" in ctl(c, "trace", "nobody", code=1)
+    admin.close()
+
+
+@test
 def test_events_come_in_order_and_as_they_happen(options):
     with Cluster(options.bin, prefill=1, decode=2, kvstore=0,
                  router_args=["--allow-placement"]) as c:
@@ -260,7 +286,7 @@ def test_completion_and_manual_page_know_all_that_help_does(options):
     c = cluster(options)
     help_text = ctl(c, "--help")
     own = [name for name in re.findall(r"--[a-z-]+", help_text) if "admin" not in name]
-    names = own + ["status", "nodes", "drain", "undrain", "pin", "unpin", "evict", "speculation", "policy",
+    names = own + ["status", "nodes", "drain", "undrain", "pin", "unpin", "evict", "speculation", "policy", "trace",
                    "events", "keygen"]
     deploy = os.path.join(client_venv.ROOT, "deploy")
     with open(os.path.join(deploy, "tandemctl.1"), encoding="utf-8") as file:
