@@ -246,9 +246,9 @@ static void compare_trees(const td_model_options_t *options, const tiny_spec_t *
     (void)tree_rows(&trees[0], 0, nodes[0]);
     set_row(&rig, NODES, 2, 20, true);
     (void)tree_rows(&trees[1], NODES + 1, nodes[1]);
-    assert_int_equal(td_model_forward(rig.model, rig.pool, rig.rows, 2 * NODES + 1, 0, NULL, NULL,
-                                      &logits),
-                     TD_OK);
+    assert_int_equal(
+        td_model_forward(rig.model, rig.pool, rig.rows, 2 * NODES + 1, 0, NULL, NULL, &logits),
+        TD_OK);
     memcpy(kept, logits, sizeof(kept));
     for (uint32_t s = 0; s < 2; s++) {
         for (uint32_t i = 0; i < NODES; i++) {
