@@ -126,17 +126,13 @@ static uint32_t add_rows(const dcn_draft_job_t *job, uint32_t pass, td_model_row
 /* The token that the choice's own noise picks from the drafter's logits: what it would pick from
  * the model's, as far as the two agree. One that the drafter itself finds unlikely is none. */
 static bool pick_coupled(const dcn_node_t *d, dcn_choice_t *c, const float *logits,
-                         const float *log_sum, uint32_t position, uint32_t banned,
-                         uint32_t *token_out)
+                         uint32_t position, uint32_t banned, uint32_t *token_out)
 {
     td_sampled_t picked;
 
-    if (td_sampler_pick(c->sampler, logits, position, d->node.stop_ids, banned, log_sum == NULL, 0,
-                        &picked) != TD_OK) {
+    if (td_sampler_pick(c->sampler, logits, position, d->node.stop_ids, banned, true, 0, &picked) !=
+        TD_OK) {
         return false;
-    }
-    if (log_sum != NULL) {
-        picked.logprob = logits[picked.token] - *log_sum;
     }
     *token_out = picked.token;
     return picked.logprob >= d->draft_logprob_min;
@@ -163,18 +159,24 @@ static bool draw_by_chance(const dcn_node_t *d, dcn_draft_job_t *job, const floa
     return most >= d->draft_chance_min;
 }
 
+uint32_t dcn_draft_banned(const dcn_node_t *d, const dcn_choice_t *c, uint32_t position)
+{
+    const td_msg_work_t *w = &c->ticket->work;
+
+    return position - w->prompt_tokens < w->min_tokens ? d->node.stop_count : 0;
+}
+
 /* Penalties are those before the drafts; the sampler stays as it is. */
-void dcn_draft_pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits, const float *log_sum)
+void dcn_draft_pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
 {
     dcn_choice_t *c = job->part->choice;
-    const td_msg_work_t *w = &c->ticket->work;
     const uint32_t position = job->end + job->count;
-    const uint32_t banned = position - w->prompt_tokens < w->min_tokens ? d->node.stop_count : 0;
+    const uint32_t banned = dcn_draft_banned(d, c, position);
     uint32_t *token = &c->drafts[job->count];
 
     job->goes_on = false;
     if (job->chances != NULL ? draw_by_chance(d, job, logits, position, banned, token)
-                             : pick_coupled(d, c, logits, log_sum, position, banned, token)) {
+                             : pick_coupled(d, c, logits, position, banned, token)) {
         job->count++;
         job->goes_on = job->count < job->k;
     }
@@ -204,7 +206,7 @@ static td_status_t pass_of(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass, uint3
             job->goes_on = false;
             continue;
         }
-        dcn_draft_pick(d, job, logits, NULL);
+        dcn_draft_pick(d, job, logits);
         logits += td_model_info(p->model)->vocab_size;
     }
     return TD_OK;

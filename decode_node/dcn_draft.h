@@ -16,6 +16,7 @@
 #include "common/model/td_model.h"
 #include "common/spec/td_draft.h"
 #include "common/spec/td_spec_cost.h"
+#include "decode_node/dcn_tree.h"
 
 #define DCN_DRAFT_JOBS_MAX 256u
 #define DCN_DRAFT_FILL_ROWS_MAX 64u /* rows of a step that catch up with contexts */
@@ -24,6 +25,12 @@
 struct dcn_node;
 struct dcn_choice;
 struct dcn_part;
+
+/* What a drafter would have drafted for a place instead. */
+typedef struct dcn_second {
+    uint32_t token;
+    uint32_t gap_class; /* by how far it was behind (dcn_tree.h); DCN_GAP_CLASSES: there is none */
+} dcn_second_t;
 
 /* What a drafter does for one choice in one step. */
 typedef struct dcn_draft_job {
@@ -36,6 +43,8 @@ typedef struct dcn_draft_job {
     uint32_t written; /* out: positions whose KV is written, from the first, with those of drafts */
     float *chances;   /* borrowed, [k][vocab]: the rejection rule's, written; NULL: coupled */
     bool goes_on;     /* the worker's own: it has a row in the next pass */
+    dcn_second_t seconds[TD_DRAFT_TOKENS_MAX]; /* out, [count] where its drafter has any */
+    bool has_seconds;
 } dcn_draft_job_t;
 
 /* The passes of one drafter. */
@@ -65,7 +74,7 @@ typedef struct dcn_medusa {
     td_heads_t *heads;    /* owned; NULL: none */
     float *states;        /* owned, [job][embed_dim] */
     td_heads_row_t *rows; /* owned, [job] */
-    float *logits;        /* owned, [vocab]: of one place of one chain */
+    float *logits;        /* owned, [vocab]: of one place of one chain, for the rejection rule */
 } dcn_medusa_t;
 
 /* What a choice has in the draft model's pool. */
@@ -105,9 +114,11 @@ TD_MUST_CHECK td_status_t dcn_draft_need_chances(struct dcn_node *dcn);
 /** A job for the part; NULL: the step's passes are full. */
 dcn_draft_job_t *dcn_draft_add_job(dcn_drafter_t *drafter, struct dcn_part *part, uint32_t rows);
 /** Worker: the next draft of a job from its drafter's logits, and whether it goes on.
- * Shape: logits [vocab_size]. log_sum: of their exponentials, where that is known; else NULL. */
-void dcn_draft_pick(struct dcn_node *dcn, dcn_draft_job_t *job, const float *logits,
-                    const float *log_sum);
+ * Shape: logits [vocab_size]. */
+void dcn_draft_pick(struct dcn_node *dcn, dcn_draft_job_t *job, const float *logits);
+/** How many of the node's stop tokens may not be picked for a position. */
+uint32_t dcn_draft_banned(const struct dcn_node *dcn, const struct dcn_choice *choice,
+                          uint32_t position);
 
 /* --- dcn_draft_model.c ------------------------------------------------------------------------ */
 

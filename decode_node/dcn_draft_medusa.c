@@ -40,6 +40,7 @@ td_status_t dcn_draft_medusa_open(dcn_node_t *d)
     }
     TD_TRY(td_heads_load(path, d->node.model, d->rows_max, &d->medusa.heads));
     TD_TRY(take_buffers(d));
+    TD_TRY(dcn_tree_open(d));
     (void)td_heads_tokens(d->medusa.heads, &tokens);
     TD_LOG_INFO("heads loaded", "file=%s tokens=%u", path, tokens);
     d->head_passes.model = d->node.model;
@@ -148,8 +149,33 @@ static float log_sum_of(const float *logits, uint32_t count, float *most_out)
     return most + logf(sum);
 }
 
-/* A place whose likeliest token isn't likely enough is the chain's end, without a look at all of
- * the vocabulary. What isn't finite is for the sampler to refuse. */
+/* The likeliest under the choice's own noise is the draft, the one behind it may stand beside it.
+ */
+static void pick_coupled(const dcn_node_t *d, dcn_draft_job_t *job, const uint32_t *tokens,
+                         const float *logits, uint32_t count, float log_sum)
+{
+    dcn_choice_t *c = job->part->choice;
+    const uint32_t position = job->end + job->count;
+    td_candidates_t best;
+
+    job->has_seconds = true;
+    if (td_sampler_candidates(c->sampler, tokens, logits, count, position, d->node.stop_ids,
+                              dcn_draft_banned(d, c, position), TD_CANDIDATES_MAX,
+                              &best) != TD_OK ||
+        best.logits[0] - log_sum < d->draft_logprob_min) {
+        return;
+    }
+    c->drafts[job->count] = best.tokens[0];
+    job->seconds[job->count++] =
+        best.count < 2
+            ? (dcn_second_t){.gap_class = DCN_GAP_CLASSES}
+            : (dcn_second_t){.token = best.tokens[1],
+                             .gap_class = dcn_tree_gap_class(best.scores[0] - best.scores[1])};
+    job->goes_on = job->count < job->k;
+}
+
+/* A place whose likeliest token isn't likely enough is the chain's end, without a look at each of
+ * its tokens. What isn't finite is for the sampler to refuse. */
 static void pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
 {
     uint32_t count = 0;
@@ -157,14 +183,18 @@ static void pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
     float most = 0;
     const float log_sum = log_sum_of(logits, count, &most);
 
+    job->goes_on = false;
     if (most - log_sum < d->draft_logprob_min) {
-        job->goes_on = false;
+        return;
+    }
+    if (job->chances == NULL) {
+        pick_coupled(d, job, tokens, logits, count, log_sum);
         return;
     }
     for (uint32_t i = 0; i < count; i++) {
         d->medusa.logits[tokens[i]] = logits[i];
     }
-    dcn_draft_pick(d, job, d->medusa.logits, &log_sum);
+    dcn_draft_pick(d, job, d->medusa.logits);
 }
 
 uint32_t dcn_draft_medusa_pass(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass)

@@ -161,7 +161,7 @@ static void age_costs(dcn_node_t *d, const sharers_t sharers[TD_DRAFTER_KINDS])
     }
 }
 
-void dcn_speculate_plan(dcn_node_t *d)
+double dcn_speculate_plan(dcn_node_t *d)
 {
     dcn_batch_t *b = &d->batch;
     td_spec_offer_t offers[DCN_BATCH_ROWS_MAX];
@@ -169,6 +169,7 @@ void dcn_speculate_plan(dcn_node_t *d)
     uint32_t count = 0;
     uint32_t rows = 0;
     uint32_t at = 0;
+    double price = 0;
 
     for (uint32_t i = 0; i < b->part_count; i++) {
         dcn_choice_t *c = b->parts[i].choice;
@@ -188,7 +189,7 @@ void dcn_speculate_plan(dcn_node_t *d)
             offers[at++].dropped = sharers[b->parts[i].choice->drafter].dropped;
         }
     }
-    td_spec_plan(&d->step_cost, offers, count, rows - count, d->rows_max);
+    price = td_spec_plan(&d->step_cost, offers, count, rows - count, d->rows_max);
     at = 0;
     for (uint32_t i = 0; i < b->part_count; i++) {
         dcn_choice_t *c = b->parts[i].choice;
@@ -198,10 +199,12 @@ void dcn_speculate_plan(dcn_node_t *d)
                 td_acceptance_pass(node_acceptance(d, c), NODE_PASS_MEMORY);
             }
             sharers[c->drafter].planned += offers[at].k > 0;
+            b->parts[i].alpha = offers[at].alpha;
             b->parts[i].drafts = offers[at++].k;
         }
     }
     age_costs(d, sharers);
+    return price;
 }
 
 void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accepted)
@@ -209,21 +212,26 @@ void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accep
     dcn_choice_t *c = part->choice;
     /* A draft that its drafter has cut short has cost a pass for a token that was none. */
     const uint32_t tried = part->job != NULL ? part->job->k : part->drafts;
+    const uint32_t verified = part->drafts + part->sides;
+    const uint32_t beside = part->side_taken != NULL ? 1 : 0;
 
     dcn_worth_step(d, part, accepted);
     if (tried == 0) {
         return;
     }
-    td_acceptance_observe(&c->acceptance[c->confidence], tried, accepted, CHOICE_MEMORY);
-    td_acceptance_observe(node_acceptance(d, c), tried, accepted, NODE_MEMORY);
+    td_acceptance_observe(&c->acceptance[c->confidence], tried, accepted - beside, CHOICE_MEMORY);
+    td_acceptance_observe(node_acceptance(d, c), tried, accepted - beside, NODE_MEMORY);
+    dcn_tree_observe(d, part, accepted - beside);
     if (part->job != NULL) {
         td_acceptance_observe(&d->drafts_made[c->drafter], tried, part->drafts, NODE_MEMORY);
     }
     if (part->drafts > 0) {
         td_metric_add(d->drafter_steps[c->drafter], 1);
         td_metric_add(d->drafter_accepted[c->drafter], accepted);
-        td_metric_add(d->drafter_rejected[c->drafter], part->drafts - accepted);
+        td_metric_add(d->drafter_rejected[c->drafter], verified - accepted);
     }
     td_metric_add(d->drafts_accepted, accepted);
-    td_metric_add(d->drafts_rejected, part->drafts - accepted);
+    td_metric_add(d->drafts_rejected, verified - accepted);
+    td_metric_add(d->sides_accepted, beside);
+    td_metric_add(d->sides_rejected, part->sides - beside);
 }

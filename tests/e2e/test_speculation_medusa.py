@@ -73,9 +73,15 @@ def echo(options):
 
 
 def cluster(options):
-    # Confidence 0 %: a chain is as long as k, and much of it wrong.
+    # Confidence 0 %: a chain is as long as k, and much of it wrong; beside the first places stand
+    # second choices.
     return shared(options, router_args=["--allow-placement"],
-                  decode_args=["--medusa-heads", heads(options), "--draft-confidence", "0"])
+                  decode_args=["--medusa-heads", heads(options), "--draft-confidence", "0",
+                               "--draft-tree", "all"])
+
+
+def sides(c, result):
+    return c.metrics("decode-1")[f'tandem_decode_draft_side_tokens_total{{result="{result}"}}']
 
 
 def nothing_held(c):
@@ -99,7 +105,50 @@ def test_i1_medusa_any_k_gives_the_same_tokens(options):
             got, _ = ask(c, prompt, {"drafter": "medusa"}, **sampling)  # k by its own plan
             assert got == expected, (prompt, sampling, "own k")
     assert tried > 2000, tried
+    assert sides(c, "accepted") > 50, sides(c, "accepted")
     nothing_held(c)
+
+
+@test
+def test_trees_are_verified_and_counted(options):
+    """Second choices come true, at every offset in a block, and count as what they are: one more
+    row of a step, right or wrong."""
+    c = cluster(options)
+    series = 'tandem_decode_drafter_tokens_total{{drafter="medusa",result="{}"}}'
+
+    def count():
+        metrics = c.metrics("decode-1")
+        return [metrics[series.format(result)] for result in ("accepted", "rejected")] + [
+            sides(c, result) for result in ("accepted", "rejected")]
+
+    right = wrong = 0
+    for tokens in range(1, 18):  # prompts whose ends lie anywhere in a block
+        prompt = FREE + " And" * tokens
+        more = {"max_tokens": 20, "temperature": 0.7 * (tokens % 2), "seed": tokens}
+        expected, _ = ask(c, prompt, {"drafter": "none"}, **more)
+        before = count()
+        got, details = ask(c, prompt, {"drafter": "medusa", "k": 2}, **more)
+        assert got == expected, (tokens, got, expected)
+        accepted, rejected, side_accepted, side_rejected = (
+            now - then for now, then in zip(count(), before))
+        assert details["accepted_prediction_tokens"] == accepted, (details, accepted)
+        assert details["rejected_prediction_tokens"] == rejected, (details, rejected)
+        assert side_accepted <= accepted and side_rejected <= rejected
+        assert side_accepted + side_rejected <= 2 * 20
+        right += side_accepted
+        wrong += side_rejected
+    assert right >= 10 and wrong > right, (right, wrong)
+    nothing_held(c)
+
+
+@test
+def test_chains_alone_have_no_sides(options):
+    with Cluster(options.bin, kvstore=0, router_args=["--allow-placement"],
+                 decode_args=["--medusa-heads", heads(options), "--draft-confidence", "0",
+                              "--draft-tree", "off"]) as c:
+        _, details = ask(c, FREE, {"drafter": "medusa", "k": 3}, temperature=0)
+        assert drafted(details) > 0
+        assert sides(c, "accepted") + sides(c, "rejected") == 0
 
 
 @test
@@ -150,7 +199,7 @@ def test_rejection_rule_with_medusa_keeps_the_distribution(options):
 def test_i1_preempted_with_medusa(options):
     with Cluster(options.bin, kvstore=0,
                  decode_args=["--kv-memory", str(22 * 368640), "--medusa-heads", heads(options),
-                              "--draft-confidence", "0"],
+                              "--draft-confidence", "0", "--draft-tree", "all"],
                  router_args=["--queue-ms", "60000"]) as c:
         for _ in range(24):  # outputs are short, it learns, and promises little
             c.complete(FREE, max_tokens=4, ignore_eos=True)
@@ -164,6 +213,7 @@ def test_i1_preempted_with_medusa(options):
 
         run_together([(0, 8), (1, 5), (2, 3), (3, 1)], run)
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
+        assert sides(c, "accepted") > 0
         nothing_held(c)
 
 

@@ -1,0 +1,83 @@
+/* dcn_tree.h - draft trees: beside places of a chain of drafts stands what else may come there, a
+ * leaf each, verified in the same pass. A leaf's row has a block table of its own: the sequence's,
+ * but for the block that the leaf's position is in. In its place is a scratch block of the pool,
+ * with a copy of what is written of that block, and into which the chain's rows before the leaf
+ * write too. So the row reads what it would read if the chain had never gone another way (I1; common/
+ * model, "Trees"). A leaf that is right has its KV copied into its place of the sequence; scratch
+ * blocks are held for one step, and never indexed, published or sent (I4, I5).
+ * Design: decode_node/DESIGN.md, "Trees".
+ * Threads: loop, but what says worker: in a step. Nothing allocates in a step. */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/base/td_status.h"
+#include "common/model/td_model.h"
+#include "common/spec/td_spec_cost.h"
+
+#define DCN_SIDES_MAX 64u     /* leaves of a step */
+#define DCN_PART_SIDES_MAX 4u /* of a choice */
+#define DCN_GAP_CLASSES 8u    /* of second choices: by how far they were behind the first */
+
+#define DCN_TREE_MODES "auto|off|all"
+typedef enum dcn_tree_mode {
+    DCN_TREE_AUTO = 0, /* leaves that promise more than their row costs */
+    DCN_TREE_OFF,
+    DCN_TREE_ALL /* every second choice, as far as there is room */
+} dcn_tree_mode_t;
+
+struct dcn_node;
+struct dcn_part;
+
+/* What may come in a draft's place. */
+typedef struct dcn_side {
+    uint32_t token;
+    uint32_t place;    /* of the draft that it stands beside, from 0 */
+    uint32_t position; /* in the sequence */
+} dcn_side_t;
+
+/* The leaves of a step. */
+typedef struct dcn_tree {
+    dcn_tree_mode_t mode;
+    uint32_t blocks_max; /* of a table */
+    uint32_t *tables;    /* owned, [DCN_SIDES_MAX][blocks_max]; NULL: nothing drafts trees here */
+    uint32_t scratch[DCN_SIDES_MAX]; /* blocks of the pool: of one side each */
+    dcn_side_t sides[DCN_SIDES_MAX];
+    uint32_t held;      /* scratch blocks, of this step */
+    uint32_t rows_left; /* that the step has room for */
+    double price;       /* tokens that a further row has to promise */
+    td_acceptance_t seen[DCN_GAP_CLASSES];
+    double rates[DCN_GAP_CLASSES]; /* what they come to, for the step being made */
+    double rate_most;
+} dcn_tree_t;
+
+/** The class of a second choice that was so far behind the first, in what was compared; gap >= 0.
+ */
+uint32_t dcn_tree_gap_class(double gap);
+/** Takes the memory; a drafter that knows second choices is open. Errors: TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t dcn_tree_open(struct dcn_node *dcn);
+void dcn_tree_close(struct dcn_node *dcn);
+/** The step is planned: price as td_spec_plan() answers it. */
+void dcn_tree_begin(struct dcn_node *dcn, double price);
+/** Takes scratch blocks for as many leaves as the part may have, after every part has what its rows
+ * and drafts need. Nobody gives way for it: without blocks there is a chain. */
+void dcn_tree_prepare(struct dcn_node *dcn, struct dcn_part *part);
+/** Worker: the drafts are made; chooses the part's leaves, and fills their blocks with what is
+ * written. */
+void dcn_tree_grow(struct dcn_node *dcn, struct dcn_part *part);
+/** Worker: has a row of the part's chain write for the leaves behind it. */
+void dcn_tree_link(const struct dcn_node *dcn, const struct dcn_part *part, td_model_row_t *row);
+/** Worker: the rows of the part's leaves. Answers how many. */
+uint32_t dcn_tree_rows(const struct dcn_node *dcn, const struct dcn_part *part,
+                       td_model_row_t *rows);
+/** Worker: the leaf beside a draft that has this token; NULL: there is none. */
+const dcn_side_t *dcn_tree_find(const struct dcn_node *dcn, const struct dcn_part *part,
+                                uint32_t place, uint32_t token);
+/** Worker: the part's leaf that was right gets its place in the sequence. */
+void dcn_tree_settle(const struct dcn_node *dcn, const struct dcn_part *part);
+/** Remembers how often second choices were right, also those that no row was spent on. chain:
+ * drafts of the part that were right. */
+void dcn_tree_observe(struct dcn_node *dcn, const struct dcn_part *part, uint32_t chain);
+/** The step is over: gives the scratch blocks back. */
+void dcn_tree_release(struct dcn_node *dcn);
