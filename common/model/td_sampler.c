@@ -13,6 +13,7 @@
 #define PENALTY_MAX 2.0f
 #define REPETITION_PENALTY_MAX 10.0f
 #define LOGIT_BIAS_HIGH 1e9f
+#define MAX_LANES 16u
 #define LN2 0.6931471805599453
 /* The order key of an entry is cut into digits; one level of the selection looks at one digit. */
 #define DIGIT_BITS 11u
@@ -174,17 +175,56 @@ void td_sampler_accept(td_sampler_t *sampler, uint32_t token)
 /* --- the model's own distribution --------------------------------------------------------------
  */
 
+/* The largest entry, in as many chains as the processor takes vectors of: NaN is passed over. */
+static float max_of(const float *row, uint32_t count)
+{
+    float lanes[MAX_LANES];
+    uint32_t i = 0;
+
+    for (uint32_t l = 0; l < MAX_LANES; l++) {
+        lanes[l] = -INFINITY;
+    }
+    for (; i + MAX_LANES <= count; i += MAX_LANES) {
+        for (uint32_t l = 0; l < MAX_LANES; l++) {
+            lanes[l] = row[i + l] > lanes[l] ? row[i + l] : lanes[l];
+        }
+    }
+    for (; i < count; i++) {
+        lanes[0] = row[i] > lanes[0] ? row[i] : lanes[0];
+    }
+    for (uint32_t l = 1; l < MAX_LANES; l++) {
+        lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];
+    }
+    return lanes[0];
+}
+
+/* Is there NaN or +infinity? */
+static bool has_bad(const float *row, uint32_t count)
+{
+    uint32_t bad[MAX_LANES] = {0};
+    uint32_t any = 0;
+    uint32_t i = 0;
+
+    for (; i + MAX_LANES <= count; i += MAX_LANES) {
+        for (uint32_t l = 0; l < MAX_LANES; l++) {
+            bad[l] |= row[i + l] < INFINITY ? 0u : 1u;
+        }
+    }
+    for (; i < count; i++) {
+        any |= row[i] < INFINITY ? 0u : 1u;
+    }
+    for (uint32_t l = 0; l < MAX_LANES; l++) {
+        any |= bad[l];
+    }
+    return any != 0;
+}
+
 /* Fails on a row that no model in order can give: NaN, +infinity or nothing finite. */
 static td_status_t row_max(const float *logits, uint32_t count, float *out)
 {
-    float max = -INFINITY;
-    bool bad = false;
+    const float max = max_of(logits, count);
 
-    for (uint32_t i = 0; i < count; i++) {
-        bad |= !(logits[i] < INFINITY);
-        max = logits[i] > max ? logits[i] : max;
-    }
-    if (bad || max == -INFINITY) {
+    if (has_bad(logits, count) || max == -INFINITY) {
         TD_LOG_ERROR("logits are broken", "vocab_size=%u expected=\"no NaN or +inf, one finite\"",
                      count);
         return TD_ERR_INTERNAL;
@@ -287,12 +327,13 @@ static void apply_bias_and_penalties(td_sampler_t *sampler)
 
 uint32_t td_logits_argmax(const float *logits, uint32_t count)
 {
-    uint32_t best = 0;
+    const float max = max_of(logits, count);
+    uint32_t at = 0;
 
-    for (uint32_t i = 1; i < count; i++) {
-        best = logits[i] > logits[best] ? i : best;
+    while (at < count && logits[at] != max) {
+        at++;
     }
-    return best;
+    return at < count ? at : 0; /* nothing but NaN has no best */
 }
 
 /* --- filters
@@ -574,8 +615,9 @@ td_status_t td_sampler_candidates(td_sampler_t *sampler, const uint32_t *tokens,
         found.tokens[found.count] = tokens[at];
         found.logits[found.count++] = logits[at];
         sampler->work[at] = -INFINITY;
-        scores.max_at =
-            at == scores.max_at ? td_logits_argmax(sampler->work, count) : scores.max_at;
+        if (at == scores.max_at && found.count < wanted) {
+            scores.max_at = td_logits_argmax(sampler->work, count);
+        }
     }
     *out = found;
     return TD_OK;
