@@ -249,8 +249,8 @@ static void run_batch(void *ctx)
 
     b->draft_ns = dcn_draft_propose(d);
     b->row_count = 0;
+    dcn_tree_grow(d);
     for (uint32_t i = 0; i < b->part_count; i++) {
-        dcn_tree_grow(d, &b->parts[i]);
         add_rows(d, &b->parts[i]);
     }
     b->status = td_model_forward(d->node.model, td_pool_base(d->node.pool), b->rows, b->row_count,
@@ -312,7 +312,8 @@ static void submit(dcn_node_t *d)
 {
     dcn_batch_t *b = &d->batch;
 
-    dcn_tree_begin(d, dcn_speculate_plan(d));
+    dcn_speculate_plan(d);
+    dcn_tree_begin(d);
     dcn_draft_begin(d);
     for (uint32_t i = 0; i < b->part_count; i++) {
         fit_drafts(&b->parts[i]);

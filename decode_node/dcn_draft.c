@@ -156,7 +156,7 @@ static bool draw_by_chance(const dcn_node_t *d, dcn_draft_job_t *job, const floa
     for (uint32_t i = 0; i < vocab; i++) {
         most = TD_MAX(most, chances[i]);
     }
-    return most >= d->draft_chance_min;
+    return most >= (c->drafter == TD_DRAFTER_MEDUSA ? d->heads_chance_min : d->draft_chance_min);
 }
 
 uint32_t dcn_draft_banned(const dcn_node_t *d, const dcn_choice_t *c, uint32_t position)

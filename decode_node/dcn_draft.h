@@ -26,11 +26,12 @@ struct dcn_node;
 struct dcn_choice;
 struct dcn_part;
 
-/* What a drafter would have drafted for a place instead. */
-typedef struct dcn_second {
-    uint32_t token;
-    uint32_t gap_class; /* by how far it was behind (dcn_tree.h); DCN_GAP_CLASSES: there is none */
-} dcn_second_t;
+/* How a draft's place was decided. */
+typedef struct dcn_place {
+    uint32_t second; /* what would have been drafted instead */
+    bool has_second;
+    uint32_t gap_class; /* by how far that was behind (dcn_tree.h) */
+} dcn_place_t;
 
 /* What a drafter does for one choice in one step. */
 typedef struct dcn_draft_job {
@@ -43,8 +44,9 @@ typedef struct dcn_draft_job {
     uint32_t written; /* out: positions whose KV is written, from the first, with those of drafts */
     float *chances;   /* borrowed, [k][vocab]: the rejection rule's, written; NULL: coupled */
     bool goes_on;     /* the worker's own: it has a row in the next pass */
-    dcn_second_t seconds[TD_DRAFT_TOKENS_MAX]; /* out, [count] where its drafter has any */
-    bool has_seconds;
+    uint32_t k_min;   /* drafts that are made whatever they promise */
+    uint32_t passes;  /* out, of heads: places that a token was looked for */
+    dcn_place_t places[TD_DRAFT_TOKENS_MAX]; /* out, [count], of heads and not by chances */
 } dcn_draft_job_t;
 
 /* The passes of one drafter. */

@@ -113,7 +113,9 @@ typedef struct dcn_part {
     uint32_t rows;        /* without those of drafts */
     uint32_t drafts; /* 0 unless it samples; those that need passes: until then, how many to make */
     bool samples;
-    double alpha; /* how likely a draft is right where those before it were; of drafts > 0 */
+    uint32_t proposed; /* drafts that there are, or could be made */
+    double alpha;      /* how likely a draft is right where those before it were; of drafts > 0 */
+    double draft_ns;   /* to make one, of a drafter that needs passes */
     dcn_draft_job_t *job; /* those passes; NULL: none */
     uint32_t sides;       /* leaves beside its drafts; until those are made, how many at most */
     uint32_t side_first;  /* among the step's */
@@ -171,6 +173,8 @@ typedef struct dcn_node {
     td_model_row_t draft_rows[DCN_DRAFT_ROWS_MAX];
     float draft_logprob_min; /* below it a drafted token ends the draft */
     float draft_chance_min;  /* the same, where its best token's chance is asked */
+    float heads_logprob_min; /* the same of the heads' drafts */
+    float heads_chance_min;
     float *chances;          /* owned, [rows_max][vocab]; NULL: nobody has asked for the rule yet */
     uint32_t chances_used;   /* rows, by the step being made */
     bool draft_model_missed; /* a request has asked for one that is not here: said once */
@@ -287,8 +291,8 @@ void dcn_speculate_token(dcn_choice_t *choice, uint32_t token);
 /** Tells it what the step says behind a draft that was wrong, after the step's tokens. */
 void dcn_speculate_look_behind(dcn_choice_t *choice);
 /** Has every part of the step that samples propose, or say how much it could, and sets how many of
- * its drafts are made and verified. Answers what one row more has to promise (td_spec_plan()). */
-double dcn_speculate_plan(dcn_node_t *dcn);
+ * its drafts are made and verified. */
+void dcn_speculate_plan(dcn_node_t *dcn);
 /** How many of a part's drafts were accepted, the last of them perhaps a leaf beside its draft. */
 void dcn_speculate_observe(dcn_node_t *dcn, const dcn_part_t *part, uint32_t accepted);
 

@@ -161,7 +161,7 @@ static void age_costs(dcn_node_t *d, const sharers_t sharers[TD_DRAFTER_KINDS])
     }
 }
 
-double dcn_speculate_plan(dcn_node_t *d)
+void dcn_speculate_plan(dcn_node_t *d)
 {
     dcn_batch_t *b = &d->batch;
     td_spec_offer_t offers[DCN_BATCH_ROWS_MAX];
@@ -169,7 +169,6 @@ double dcn_speculate_plan(dcn_node_t *d)
     uint32_t count = 0;
     uint32_t rows = 0;
     uint32_t at = 0;
-    double price = 0;
 
     for (uint32_t i = 0; i < b->part_count; i++) {
         dcn_choice_t *c = b->parts[i].choice;
@@ -189,7 +188,7 @@ double dcn_speculate_plan(dcn_node_t *d)
             offers[at++].dropped = sharers[b->parts[i].choice->drafter].dropped;
         }
     }
-    price = td_spec_plan(&d->step_cost, offers, count, rows - count, d->rows_max);
+    td_spec_plan(&d->step_cost, offers, count, rows - count, d->rows_max);
     at = 0;
     for (uint32_t i = 0; i < b->part_count; i++) {
         dcn_choice_t *c = b->parts[i].choice;
@@ -199,19 +198,22 @@ double dcn_speculate_plan(dcn_node_t *d)
                 td_acceptance_pass(node_acceptance(d, c), NODE_PASS_MEMORY);
             }
             sharers[c->drafter].planned += offers[at].k > 0;
+            b->parts[i].proposed = offers[at].proposed;
             b->parts[i].alpha = offers[at].alpha;
+            b->parts[i].draft_ns = offers[at].draft_ns;
             b->parts[i].drafts = offers[at++].k;
         }
     }
     age_costs(d, sharers);
-    return price;
 }
 
 void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accepted)
 {
     dcn_choice_t *c = part->choice;
     /* A draft that its drafter has cut short has cost a pass for a token that was none. */
-    const uint32_t tried = part->job != NULL ? part->job->k : part->drafts;
+    const uint32_t tried = part->job == NULL       ? part->drafts
+                           : part->job->passes > 0 ? part->job->passes
+                                                   : part->job->k;
     const uint32_t verified = part->drafts + part->sides;
     const uint32_t beside = part->side_taken != NULL ? 1 : 0;
 

@@ -3,16 +3,20 @@
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "decode_node/dcn_node.h"
 
-#define SEEN_MEMORY 0.995
+#define SEEN_MEMORY 0.998
 #define SEEN_PRIOR_TRIALS 8.0
 
-/* Where classes of gaps end, and how often second choices of each are right until more is known:
- * measured with SmolLM2's heads. */
-static const double gap_ends[DCN_GAP_CLASSES - 1] = {0.15, 0.35, 0.6, 1.0, 1.5, 2.2, 3.2};
-static const double gap_priors[DCN_GAP_CLASSES] = {0.42, 0.38, 0.33, 0.27, 0.2, 0.13, 0.07, 0.02};
+/* Where classes of gaps end, and how often choices of each are right until more is known. */
+static const double gap_ends[DCN_GAP_CLASSES - 1] = {0.15, 0.35, 0.6, 1.0, 1.5, 2.2,
+                                                     3.2,  4.5,  6.0, 8.0, 11.0};
+static const double first_priors[DCN_GAP_CLASSES] = {0.25, 0.28, 0.32, 0.36, 0.42, 0.5,
+                                                     0.6,  0.7,  0.8,  0.88, 0.93, 0.96};
+static const double second_priors[DCN_GAP_CLASSES] = {0.22, 0.2,  0.18, 0.15, 0.12, 0.09,
+                                                      0.06, 0.04, 0.02, 0.01, 0.01, 0.01};
 
 uint32_t dcn_tree_gap_class(double gap)
 {
@@ -52,34 +56,70 @@ void dcn_tree_close(dcn_node_t *d)
     d->tree.tables = NULL;
 }
 
-void dcn_tree_begin(dcn_node_t *d, double price)
+/* Does the part's drafter say how sure it is of what it has drafted? */
+static bool is_tree(const dcn_part_t *part)
 {
-    dcn_tree_t *t = &d->tree;
-    uint32_t rows = 0;
+    return part->drafts > 0 && part->choice->drafter == TD_DRAFTER_MEDUSA &&
+           part->ticket->work.draft_rule != TD_DRAFT_RULE_REJECTION;
+}
 
-    for (uint32_t i = 0; i < d->batch.part_count; i++) {
-        rows += d->batch.parts[i].rows + d->batch.parts[i].drafts;
-    }
-    t->rows_left = d->rows_max - TD_MIN(rows, d->rows_max);
-    t->price = t->mode == DCN_TREE_ALL ? 0 : price;
-    t->rate_most = 0;
-    for (uint32_t i = 0; i < DCN_GAP_CLASSES; i++) {
-        t->rates[i] = td_acceptance_rate(&t->seen[i], gap_priors[i], SEEN_PRIOR_TRIALS);
-        t->rate_most = TD_MAX(t->rate_most, t->rates[i]);
+static bool is_drawn(const dcn_part_t *part)
+{
+    return part->ticket->work.temperature > 0;
+}
+
+/* What the step comes to without the drafts of trees. */
+static void count_others(dcn_tree_t *t, const dcn_part_t *part)
+{
+    double reached = 1;
+
+    t->rows += part->rows;
+    t->tokens += part->samples ? 1 : 0;
+    for (uint32_t i = 0; !is_tree(part) && i < part->drafts; i++) {
+        reached *= part->alpha;
+        t->tokens += reached;
+        t->rows++;
     }
 }
 
-/* Places of a part's drafts at which a leaf could promise enough. */
-static uint32_t places_worth(const dcn_tree_t *t, const dcn_part_t *part)
+static void begin_rates(dcn_tree_t *t)
 {
-    double reached = 1; /* how likely the drafts before are right */
-    uint32_t places = 0;
-
-    while (places < part->drafts && reached * t->rate_most >= t->price) {
-        reached *= part->alpha;
-        places++;
+    for (uint32_t i = 0; i < 2 * DCN_GAP_CLASSES; i++) {
+        const dcn_place_stats_t *seen = &t->seen[i % 2];
+        const uint32_t c = i / 2;
+        t->rates[i % 2].first[c] =
+            td_acceptance_rate(&seen->first[c], first_priors[c], SEEN_PRIOR_TRIALS);
+        t->rates[i % 2].second[c] =
+            td_acceptance_rate(&seen->second[c], second_priors[c], SEEN_PRIOR_TRIALS);
     }
-    return places;
+}
+
+void dcn_tree_begin(dcn_node_t *d)
+{
+    dcn_tree_t *t = &d->tree;
+    dcn_batch_t *b = &d->batch;
+    uint32_t rows = 0;
+
+    t->rows = 0;
+    t->tokens = 0;
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        count_others(t, &b->parts[i]);
+        rows += b->parts[i].rows + b->parts[i].drafts;
+    }
+    t->rows_left = d->rows_max - TD_MIN(rows, d->rows_max);
+    if (t->rows == rows) {
+        return; /* no part has a tree */
+    }
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        dcn_part_t *part = &b->parts[i];
+        const uint32_t most = TD_MIN(part->proposed, DCN_TREE_PLACES);
+        if (is_tree(part) && part->drafts < most && most - part->drafts <= t->rows_left) {
+            t->rows_left -= most - part->drafts;
+            part->drafts = most;
+        }
+    }
+    td_step_cost_curve(&d->step_cost, d->rows_max, t->curve);
+    begin_rates(t);
 }
 
 void dcn_tree_prepare(dcn_node_t *d, dcn_part_t *part)
@@ -87,13 +127,11 @@ void dcn_tree_prepare(dcn_node_t *d, dcn_part_t *part)
     dcn_tree_t *t = &d->tree;
     uint32_t most = 0;
 
-    if (t->tables == NULL || part->job == NULL || part->choice->drafter != TD_DRAFTER_MEDUSA ||
-        part->ticket->work.draft_rule == TD_DRAFT_RULE_REJECTION || dcn_preempt_someone_waits(d)) {
+    if (t->tables == NULL || part->job == NULL || !is_tree(part) || dcn_preempt_someone_waits(d)) {
         return;
     }
-    most = TD_MIN(TD_MIN(places_worth(t, part), DCN_PART_SIDES_MAX),
+    most = TD_MIN(TD_MIN(part->drafts, DCN_PART_SIDES_MAX),
                   TD_MIN(t->rows_left, DCN_SIDES_MAX - t->held));
-    part->side_first = t->held;
     while (part->sides < most && td_pool_take(d->node.pool, &t->scratch[t->held]) == TD_OK) {
         t->held++;
         t->rows_left--;
@@ -104,15 +142,19 @@ void dcn_tree_prepare(dcn_node_t *d, dcn_part_t *part)
 void dcn_tree_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t chain)
 {
     const dcn_choice_t *c = part->choice;
+    dcn_place_stats_t *seen = &d->tree.seen[is_drawn(part)];
 
-    if (part->job == NULL || !part->job->has_seconds) {
+    if (part->job == NULL || part->job->passes == 0 || part->job->chances != NULL) {
         return;
     }
-    for (uint32_t i = 0; i <= chain && i < part->drafts; i++) {
-        const dcn_second_t *second = &part->job->seconds[i];
-        if (second->gap_class < DCN_GAP_CLASSES) {
-            td_acceptance_observe(&d->tree.seen[second->gap_class], 1,
-                                  second->token == c->sampled[i].token, SEEN_MEMORY);
+    for (uint32_t i = 0; i <= chain && i < part->job->count; i++) {
+        const dcn_place_t *place = &part->job->places[i];
+        const uint32_t token = c->sampled[i].token;
+        td_acceptance_observe(&seen->first[place->gap_class], 1, token == c->drafts[i],
+                              SEEN_MEMORY);
+        if (place->has_second) {
+            td_acceptance_observe(&seen->second[place->gap_class], 1, token == place->second,
+                                  SEEN_MEMORY);
         }
     }
 }
@@ -122,22 +164,56 @@ void dcn_tree_release(dcn_node_t *d)
     while (d->tree.held > 0) {
         td_pool_unref(d->node.pool, d->tree.scratch[--d->tree.held]);
     }
+    d->tree.used = 0;
 }
 
 /* --- the worker's thread ---------------------------------------------------------------------- */
 
+bool dcn_tree_goes_on(const dcn_node_t *d, const dcn_draft_job_t *job)
+{
+    const dcn_tree_t *t = &d->tree;
+    const dcn_part_t *part = job->part;
+    double reached = 1;
+    double tokens = t->tokens;
+
+    for (uint32_t i = 0; i < job->count; i++) {
+        reached *= t->rates[is_drawn(part)].first[job->places[i].gap_class];
+        tokens += reached;
+    }
+    return td_spec_goes_on(t->curve, d->rows_max, t->rows + job->count, tokens,
+                           (double)(td_now_ns() - d->batch.started_ns), reached * part->alpha,
+                           part->draft_ns);
+}
+
+static void fill_tree(const dcn_tree_t *t, const dcn_part_t *part, td_spec_tree_t *out)
+{
+    const dcn_place_rates_t *rates = &t->rates[is_drawn(part)];
+
+    *out = (td_spec_tree_t){.places = part->job->count,
+                            .chain_min = part->job->k_min,
+                            .leaves_min = t->mode == DCN_TREE_ALL ? part->sides : 0,
+                            .leaves_max = part->sides};
+    for (uint32_t i = 0; i < out->places; i++) {
+        const dcn_place_t *place = &part->job->places[i];
+        out->chain[i] = rates->first[place->gap_class];
+        out->leaves[i] = place->has_second ? rates->second[place->gap_class] : 0;
+    }
+}
+
 /* The leaf's block: what the sequence has written of its own; the rest comes from this pass. */
-static void add_side(dcn_node_t *d, dcn_part_t *part, uint32_t place, uint32_t token)
+static void add_side(dcn_node_t *d, dcn_part_t *part, uint32_t place)
 {
     dcn_tree_t *t = &d->tree;
     const dcn_choice_t *c = part->choice;
     const td_kv_layout_t *kv = &d->node.info->kv;
-    const uint32_t at = part->side_first + part->sides++;
+    const uint32_t at = t->used++;
     const uint32_t position = c->kv_tokens + part->rows + place;
     const uint32_t block = position / kv->block_tokens;
     uint32_t *table = t->tables + (size_t)at * t->blocks_max;
 
-    t->sides[at] = (dcn_side_t){.token = token, .place = place, .position = position};
+    part->sides++;
+    t->sides[at] = (dcn_side_t){
+        .token = part->job->places[place].second, .place = place, .position = position};
     memcpy(table, c->seq.blocks, block * sizeof(*table));
     table[block] = t->scratch[at];
     if (c->kv_tokens > block * kv->block_tokens) {
@@ -147,20 +223,41 @@ static void add_side(dcn_node_t *d, dcn_part_t *part, uint32_t place, uint32_t t
     }
 }
 
-void dcn_tree_grow(dcn_node_t *d, dcn_part_t *part)
+/* What was chosen of a part's tree: so many rows of its chain, and its leaves. */
+static void take_tree(dcn_node_t *d, dcn_part_t *part, const td_spec_tree_t *tree)
 {
-    const dcn_tree_t *t = &d->tree;
-    const uint32_t most = part->sides;
-    double reached = 1;
-
+    part->drafts = tree->k;
+    part->side_first = d->tree.used;
     part->sides = 0;
-    for (uint32_t i = 0; i < part->drafts && part->sides < most; i++) {
-        const dcn_second_t *second = &part->job->seconds[i];
-        if (second->gap_class < DCN_GAP_CLASSES &&
-            reached * t->rates[second->gap_class] >= t->price) {
-            add_side(d, part, i, second->token);
+    for (uint32_t place = 0; place < tree->k; place++) {
+        if ((tree->leaf_places & 1u << place) != 0) {
+            add_side(d, part, place);
         }
-        reached *= part->alpha;
+    }
+}
+
+void dcn_tree_grow(dcn_node_t *d)
+{
+    dcn_tree_t *t = &d->tree;
+    dcn_batch_t *b = &d->batch;
+    uint32_t owners[TD_STEP_COST_ROWS_MAX];
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        dcn_part_t *part = &b->parts[i];
+        if (part->job != NULL && is_tree(part)) { /* as long as it has a draft */
+            owners[count] = i;
+            fill_tree(t, part, &t->trees[count++]);
+        } else {
+            part->sides = 0;
+        }
+    }
+    if (count > 0) {
+        td_spec_choose(t->curve, d->rows_max, t->rows, t->tokens,
+                       (double)(td_now_ns() - b->started_ns), t->trees, count);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        take_tree(d, &b->parts[owners[i]], &t->trees[i]);
     }
 }
 
@@ -176,8 +273,8 @@ void dcn_tree_link(const dcn_node_t *d, const dcn_part_t *part, td_model_row_t *
         at++;
     }
     row->copies = &t->scratch[at];
-    while (at + row->copy_count < end && t->sides[at + row->copy_count].position / block_tokens ==
-                                             row->position / block_tokens) {
+    while (at + row->copy_count < end &&
+           t->sides[at + row->copy_count].position / block_tokens == row->position / block_tokens) {
         row->copy_count++;
     }
 }

@@ -18,6 +18,10 @@ static const td_option_t options[] = {
      "file of tandem-train-heads, made for the model, for the drafter medusa"},
     {"draft-confidence", TD_OPTION_COUNT, "40",
      "percent; drafts of a model end before a token that it finds less likely", 0, 100},
+    {"medusa-confidence", TD_OPTION_COUNT, "0",
+     "percent; the same for the drafts of medusa, which have to promise more than they cost "
+     "besides",
+     0, 100},
     {"draft-tree", TD_OPTION_CHOICE, "auto",
      "second choices of the drafter medusa that are verified beside its drafts: those that promise "
      "more than they cost, none, or all",

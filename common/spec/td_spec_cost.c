@@ -1,7 +1,5 @@
 #include "common/spec/td_spec_cost.h"
 
-#include <math.h>
-
 #include "common/base/td_base.h"
 
 #define ROW_COST_PRIOR 0.15 /* of one row's step, for each further row */
@@ -206,20 +204,8 @@ static void begin(plan_t *p, td_spec_offer_t *offers, uint32_t count, uint32_t o
     }
 }
 
-/* Tokens in the step's time, in the time of one row more. */
-static double price_of_row(const plan_t *p, uint32_t rows_max)
-{
-    const double cost = cost_of(p, p->rows_mean);
-
-    if (p->rows >= rows_max) {
-        return INFINITY;
-    }
-    return TD_SPEC_GAIN_MIN * p->tokens / (cost + p->draft_ns) *
-           (cost_of(p, p->rows_mean + 1) - cost);
-}
-
-double td_spec_plan(const td_step_cost_t *cost, td_spec_offer_t *offers, uint32_t count,
-                    uint32_t other_rows, uint32_t rows_max)
+void td_spec_plan(const td_step_cost_t *cost, td_spec_offer_t *offers, uint32_t count,
+                  uint32_t other_rows, uint32_t rows_max)
 {
     plan_t p = {0};
     td_spec_offer_t *next = NULL;
@@ -229,7 +215,7 @@ double td_spec_plan(const td_step_cost_t *cost, td_spec_offer_t *offers, uint32_
     rows_max = TD_MIN(rows_max, TD_STEP_COST_ROWS_MAX);
     begin(&p, offers, count, other_rows, rows_max);
     if (count == 0 || p.rows >= rows_max) {
-        return INFINITY;
+        return;
     }
     td_step_cost_curve(cost, rows_max, p.curve);
     most = TD_SPEC_GAIN_MIN * p.tokens / (cost_of(&p, p.rows_mean) + p.draft_ns);
@@ -244,5 +230,4 @@ double td_spec_plan(const td_step_cost_t *cost, td_spec_offer_t *offers, uint32_
     for (uint32_t n = 0; n < worth && (next = next_of(&p, offers, count)) != NULL; n++) {
         take(&p, next);
     }
-    return price_of_row(&p, rows_max);
 }

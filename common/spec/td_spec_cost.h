@@ -66,8 +66,6 @@ typedef struct td_spec_offer {
 /** Chooses every k so that the step gives the most tokens in its time: of all beginnings of the
  * drafts in order, the likeliest first, the best one. Drafts that nobody asked for must be worth
  * TD_SPEC_GAIN_MIN: less is lost in what they cost besides the pass.
- * Answers what a further row has to promise to be worth its time in that step, in tokens; INFINITY:
- * there is no room for one.
  * Shape: offers [count], a row each besides their drafts; other_rows: rows that give no tokens. */
-double td_spec_plan(const td_step_cost_t *cost, td_spec_offer_t *offers, uint32_t count,
-                    uint32_t other_rows, uint32_t rows_max);
+void td_spec_plan(const td_step_cost_t *cost, td_spec_offer_t *offers, uint32_t count,
+                  uint32_t other_rows, uint32_t rows_max);

@@ -76,7 +76,7 @@ def cluster(options):
     # Confidence 0 %: a chain is as long as k, and much of it wrong; beside the first places stand
     # second choices.
     return shared(options, router_args=["--allow-placement"],
-                  decode_args=["--medusa-heads", heads(options), "--draft-confidence", "0",
+                  decode_args=["--medusa-heads", heads(options), "--medusa-confidence", "0",
                                "--draft-tree", "all"])
 
 
@@ -144,7 +144,7 @@ def test_trees_are_verified_and_counted(options):
 @test
 def test_chains_alone_have_no_sides(options):
     with Cluster(options.bin, kvstore=0, router_args=["--allow-placement"],
-                 decode_args=["--medusa-heads", heads(options), "--draft-confidence", "0",
+                 decode_args=["--medusa-heads", heads(options), "--medusa-confidence", "0",
                               "--draft-tree", "off"]) as c:
         _, details = ask(c, FREE, {"drafter": "medusa", "k": 3}, temperature=0)
         assert drafted(details) > 0
@@ -199,7 +199,7 @@ def test_rejection_rule_with_medusa_keeps_the_distribution(options):
 def test_i1_preempted_with_medusa(options):
     with Cluster(options.bin, kvstore=0,
                  decode_args=["--kv-memory", str(22 * 368640), "--medusa-heads", heads(options),
-                              "--draft-confidence", "0", "--draft-tree", "all"],
+                              "--medusa-confidence", "0", "--draft-tree", "all"],
                  router_args=["--queue-ms", "60000"]) as c:
         for _ in range(24):  # outputs are short, it learns, and promises little
             c.complete(FREE, max_tokens=4, ignore_eos=True)
@@ -234,13 +234,13 @@ def test_training_helps(options):
     """Against heads that add nothing to the state they begin with; and sure ones draft less."""
     trained = shares(cluster(options))
     with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", echo(options),
-                                                      "--draft-confidence", "0"]) as c:
+                                                      "--medusa-confidence", "0"]) as c:
         assert shares(c) < trained / 2, trained
     assert trained > 0.1, trained
     counts = []
     for percent in ("0", "95"):
         with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", heads(options),
-                                                          "--draft-confidence", percent]) as c:
+                                                          "--medusa-confidence", percent]) as c:
             counts.append(drafted(c.complete(
                 FREE, max_tokens=48, ignore_eos=True, temperature=0,
                 speculation={"drafter": "medusa", "k": 4}).usage["completion_tokens_details"]))
