@@ -94,9 +94,8 @@ static void test_choose_keeps_to_bounds(void **state)
     }
     fill_curve(curve, 1000, 0); /* everything pays */
     td_spec_choose(curve, 10, 3, 3, 0, t, 3);
-    assert_int_equal(3 + t[0].k + t[1].k + t[2].k + t[0].leaf_count + t[1].leaf_count +
-                         t[2].leaf_count,
-                     10);
+    assert_int_equal(
+        3 + t[0].k + t[1].k + t[2].k + t[0].leaf_count + t[1].leaf_count + t[2].leaf_count, 10);
     td_spec_choose(curve, ROWS_MAX, 3, 3, 0, t, 3);
     for (uint32_t i = 0; i < 3; i++) {
         assert_int_equal(t[i].k, 3);
