@@ -123,12 +123,26 @@ void dcn_tree_begin(dcn_node_t *d)
     begin_rates(t);
 }
 
+/* Could the surest second choice be worth its row, beside the draft of a first place? */
+static bool leaf_may_pay(const dcn_node_t *d, const dcn_part_t *part)
+{
+    const dcn_tree_t *t = &d->tree;
+    double most = 0;
+
+    for (uint32_t i = 0; i < DCN_GAP_CLASSES; i++) {
+        most = TD_MAX(most, t->rates[is_drawn(part)].second[i]);
+    }
+    return t->mode == DCN_TREE_ALL ||
+           td_spec_goes_on(t->curve, d->rows_max, t->rows + 1, t->tokens, part->draft_ns, most, 0);
+}
+
 void dcn_tree_prepare(dcn_node_t *d, dcn_part_t *part)
 {
     dcn_tree_t *t = &d->tree;
     uint32_t most = 0;
 
-    if (t->tables == NULL || part->job == NULL || !is_tree(part) || dcn_preempt_someone_waits(d)) {
+    if (t->tables == NULL || part->job == NULL || !is_tree(part) || dcn_preempt_someone_waits(d) ||
+        !leaf_may_pay(d, part)) {
         return;
     }
     most = TD_MIN(TD_MIN(part->drafts, DCN_PART_SIDES_MAX),

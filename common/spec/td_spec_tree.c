@@ -106,7 +106,8 @@ void td_spec_choose(const double *curve, uint32_t rows_max, uint32_t rows, doubl
             worth = n;
         }
     }
-    now = begin(trees, count, rows, rows_max, &expected); /* once more, as far as it was worth it */
+    /* Once more, as far as it was worth it. */
+    now = begin(trees, count, rows, rows_max, &expected);
     for (uint32_t n = 0; n < worth && (next = likeliest(trees, count)) != NULL; n++, now++) {
         take(next);
     }
