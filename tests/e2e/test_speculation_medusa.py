@@ -142,6 +142,43 @@ def test_trees_are_verified_and_counted(options):
 
 
 @test
+def test_i1_trees_under_a_window_and_of_another_codec(options):
+    """Blocks that no later position sees are gone from leaves' tables too; and scales are copied."""
+    with Cluster(options.bin, attention="window:64,4", kv_codec="f8_e4m3",
+                 router_args=["--allow-placement"],
+                 decode_args=["--medusa-heads", heads(options), "--draft-tree", "all"]) as c:
+        for temperature in (0, 0.8):
+            more = {"max_tokens": 64, "temperature": temperature, "seed": 4}
+            expected, _ = ask(c, COPY * 4, {"drafter": "none"}, **more)
+            for k in (1, 4):
+                got, _ = ask(c, COPY * 4, {"drafter": "medusa", "k": k}, **more)
+                assert got == expected, (temperature, k, got, expected)
+        assert sides(c, "accepted") > 5, sides(c, "accepted")
+        nothing_held(c)
+
+
+@test
+def test_i1_trees_by_the_nodes_own_measure(options):
+    """Whatever it finds worth its time, it changes nothing else."""
+    with Cluster(options.bin, kvstore=0, router_args=["--allow-placement"],
+                 decode_args=["--medusa-heads", heads(options)]) as c:
+        jobs = [(prompt, index) for prompt in (COPY, FREE) for index in range(len(SAMPLINGS))]
+        expected = {job: ask(c, job[0], {"drafter": "none"}, **SAMPLINGS[job[1]])[0]
+                    for job in jobs}
+
+        def run(prompt, index, number):
+            got, _ = ask(c, prompt, {"drafter": "medusa"}, **SAMPLINGS[index])
+            assert got == expected[(prompt, index)], (prompt[:20], index, number)
+
+        for job in jobs:
+            run(*job, "alone")
+        run_together([(*job, number) for job in jobs for number in range(3)], run)
+        series = 'tandem_decode_drafter_tokens_total{drafter="medusa",result="accepted"}'
+        assert c.metrics("decode-1")[series] > 0
+        nothing_held(c)
+
+
+@test
 def test_chains_alone_have_no_sides(options):
     with Cluster(options.bin, kvstore=0, router_args=["--allow-placement"],
                  decode_args=["--medusa-heads", heads(options), "--medusa-confidence", "0",
