@@ -2,11 +2,14 @@
  * leaf each, verified in the same pass. A leaf's row has a block table of its own: the sequence's,
  * but for the block that the leaf's position is in. In its place is a scratch block of the pool,
  * with a copy of what is written of that block, and into which the chain's rows before the leaf
- * write too. So the row reads what it would read if the chain had never gone another way (I1;
- * common/ model, "Trees"). A leaf that is right has its KV copied into its place of the sequence;
- * scratch blocks are held for one step, and never indexed, published or sent (I4, I5). Design:
- * decode_node/DESIGN.md, "Trees". Threads: loop, but what says worker: in a step. Nothing allocates
- * in a step. */
+ * write too. So the row reads what it would read if the chain had never gone another way (I1).
+ *
+ * A leaf that is right has its KV copied into its place of the sequence. Scratch blocks are held
+ * for one step, and never indexed, published or sent (I4, I5).
+ *
+ * Design: decode_node/DESIGN.md, "Trees"; common/model/DESIGN.md, "Trees".
+ *
+ * Threads: loop, but what says worker: in a step. Nothing allocates in a step. */
 #pragma once
 
 #include <stdbool.h>
