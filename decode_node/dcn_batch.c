@@ -405,6 +405,7 @@ static void measure(dcn_node_t *d)
     b->took_ns = td_now_ns() - b->started_ns;
     td_metric_observe_ns(d->batch_seconds, b->took_ns);
     td_step_cost_observe(&d->step_cost, b->row_count, b->took_ns - b->draft_ns);
+    dcn_draft_measure(d);
     for (uint32_t i = 0; i < b->part_count; i++) {
         rows += b->parts[i].rows;
     }

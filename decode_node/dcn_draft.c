@@ -45,8 +45,22 @@ void dcn_draft_begin(dcn_node_t *d)
         drafters[i]->job_count = 0;
         drafters[i]->row_count = 0;
         drafters[i]->fill_rows = 0;
+        drafters[i]->pass_count = 0;
     }
     d->chances_used = 0;
+}
+
+/* Not where they are made: heartbeats tell of costs during a step. */
+void dcn_draft_measure(dcn_node_t *d)
+{
+    dcn_drafter_t *const drafters[] = {&d->draft_passes, &d->exit_passes, &d->head_passes};
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(drafters); i++) {
+        dcn_drafter_t *p = drafters[i];
+        for (uint32_t pass = 0; pass < p->pass_count; pass++) {
+            td_step_cost_observe(&p->cost, p->passes[pass].rows, p->passes[pass].took_ns);
+        }
+    }
 }
 
 void dcn_draft_prepare(dcn_node_t *d, dcn_part_t *part)
@@ -230,8 +244,9 @@ static void run(dcn_node_t *d, dcn_drafter_t *p)
         }
         if (status != TD_OK) { /* the step goes on with the drafts that there are */
             TD_LOG_ERROR("drafting failed", "status=%s rows=%u", td_status_name(status), rows);
-        } else if (rows > 0) {
-            td_step_cost_observe(&p->cost, rows, td_now_ns() - started_ns);
+        } else if (rows > 0 && p->pass_count < TD_ARRAY_LEN(p->passes)) {
+            p->passes[p->pass_count++] =
+                (dcn_draft_pass_t){.rows = rows, .took_ns = td_now_ns() - started_ns};
         }
     }
     for (uint32_t i = 0; i < p->job_count; i++) {

@@ -49,6 +49,12 @@ typedef struct dcn_draft_job {
     dcn_place_t places[TD_DRAFT_TOKENS_MAX]; /* out, [count], of heads and not by chances */
 } dcn_draft_job_t;
 
+/* A pass that was made. */
+typedef struct dcn_draft_pass {
+    uint32_t rows;
+    uint64_t took_ns;
+} dcn_draft_pass_t;
+
 /* The passes of one drafter. */
 typedef struct dcn_drafter {
     td_model_t *model;   /* borrowed; NULL: this node has none */
@@ -58,8 +64,10 @@ typedef struct dcn_drafter {
     td_step_cost_t cost; /* of a pass, with picking its tokens */
     dcn_draft_job_t jobs[DCN_DRAFT_JOBS_MAX];
     uint32_t job_count;
-    uint32_t row_count; /* of the first pass */
-    uint32_t fill_rows; /* of them, those that catch up */
+    uint32_t row_count;                               /* of the first pass */
+    uint32_t fill_rows;                               /* of them, those that catch up */
+    dcn_draft_pass_t passes[TD_DRAFT_TOKENS_MAX + 1]; /* of the step; the worker's until its end */
+    uint32_t pass_count;
 } dcn_drafter_t;
 
 /* The draft model and its KV, which never leaves the node. */
@@ -108,6 +116,8 @@ void dcn_draft_prepare(struct dcn_node *dcn, struct dcn_part *part);
 /** Worker: drafts for every job; a part's drafts become those that were made. Answers how long that
  * took. Units: ns. */
 uint64_t dcn_draft_propose(struct dcn_node *dcn);
+/** After a step: takes note of how long its passes of drafting took. */
+void dcn_draft_measure(struct dcn_node *dcn);
 /** After the tokens of a part that goes on were taken, with its job as the worker has left it. */
 void dcn_draft_settle(struct dcn_node *dcn, const struct dcn_part *part);
 /** There will be drafts that the rejection rule verifies: takes the memory for what they are drawn
