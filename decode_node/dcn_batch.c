@@ -208,47 +208,81 @@ static void look_behind(const dcn_node_t *d, const dcn_part_t *part, const float
     }
 }
 
-/* Draws the token behind each row, as if one after the other; the first that a draft did not
- * foresee ends it: the rows behind it saw a token that never came. */
-static void draw(dcn_node_t *d, dcn_part_t *part, const float *logits)
+/* Token i of the step, from a row's logits. */
+static bool draw_from(dcn_node_t *d, const dcn_part_t *part, uint32_t i, const float *row)
 {
     dcn_choice_t *c = part->choice;
-    const td_msg_work_t *w = &c->ticket->work;
-    const uint32_t vocab = d->node.info->vocab_size;
+
+    c->status = draw_one(d, part, i, row);
+    if (c->status != TD_OK) {
+        return false;
+    }
+    td_sampler_accept(c->sampler, c->sampled[i].token);
+    c->logits_hashes[i] =
+        c->ticket->work.want_hashes ? td_logits_hash(row, d->node.info->vocab_size) : 0;
+    c->sampled_count = i + 1;
+    return true;
+}
+
+/* Draws the token behind each row, as if one after the other; the first that neither a draft nor a
+ * leaf beside it has foreseen ends it: the rows behind it saw a token that never came. Answers the
+ * row that the last one came from. */
+static uint32_t draw(dcn_node_t *d, dcn_part_t *part, const float *logits)
+{
+    dcn_choice_t *c = part->choice;
+    const size_t vocab = d->node.info->vocab_size;
+    uint32_t row = 0;
 
     c->sampled_count = 0;
     c->behind_count = 0;
-    c->status = TD_OK;
-    for (uint32_t i = 0; i <= part->drafts; i++) {
-        const float *row = logits + (size_t)i * vocab;
-        c->status = draw_one(d, part, i, row);
-        if (c->status != TD_OK) {
-            return;
+    while (draw_from(d, part, row, logits + row * vocab) && row < part->drafts) {
+        const uint32_t token = c->sampled[row].token;
+        if (token == c->drafts[row]) {
+            row++;
+            continue;
         }
-        td_sampler_accept(c->sampler, c->sampled[i].token);
-        c->logits_hashes[i] = w->want_hashes ? td_logits_hash(row, vocab) : 0;
-        c->sampled_count = i + 1;
-        if (i < part->drafts && c->sampled[i].token != c->drafts[i]) {
-            if (c->draft != NULL && td_draft_observes(c->draft)) {
-                look_behind(d, part, logits);
-            }
-            return;
+        part->side_taken = dcn_tree_find(d, part, row, token);
+        if (part->side_taken != NULL) {
+            const uint32_t leaf = (uint32_t)(part->side_taken - d->tree.sides) - part->side_first;
+            const uint32_t behind = part->drafts + 1 + leaf;
+            (void)draw_from(d, part, row + 1, logits + behind * vocab);
+            return behind;
         }
+        if (c->draft != NULL && td_draft_observes(c->draft)) {
+            look_behind(d, part, logits);
+        }
+        break;
     }
+    return row;
 }
 
-/* Behind the newest token's row those of the drafts, which are all known by now. */
-static void add_rows(dcn_batch_t *b, const dcn_part_t *part)
+/* Behind the newest token's row those of the drafts, which are all known by now, and of the leaves
+ * beside them. */
+static void add_rows(dcn_node_t *d, const dcn_part_t *part)
 {
     const dcn_choice_t *c = part->choice;
+    dcn_batch_t *b = &d->batch;
 
     for (uint32_t i = 0; i < part->rows + part->drafts; i++) {
         const uint32_t position = c->kv_tokens + i;
-        b->rows[b->row_count++] = (td_model_row_t){
-            .token = i < part->rows ? dcn_choice_token(c, position) : c->drafts[i - part->rows],
-            .position = position,
-            .blocks = c->seq.blocks,
-            .want_logits = part->samples && i + 1 >= part->rows};
+        td_model_row_t *row = &b->rows[b->row_count++];
+        *row = (td_model_row_t){.token = i < part->rows ? dcn_choice_token(c, position)
+                                                        : c->drafts[i - part->rows],
+                                .position = position,
+                                .blocks = c->seq.blocks,
+                                .want_logits = part->samples && i + 1 >= part->rows};
+        dcn_tree_link(d, part, row);
+    }
+    b->row_count += dcn_tree_rows(d, part, &b->rows[b->row_count]);
+}
+
+static void draw_part(dcn_node_t *d, dcn_part_t *part, const float *logits, uint32_t logit_row)
+{
+    const uint32_t last = draw(d, part, logits + (size_t)logit_row * d->node.info->vocab_size);
+
+    if (part->choice->status == TD_OK) {
+        dcn_draft_medusa_keep(d, part->choice, logit_row + last);
+        dcn_tree_settle(d, part);
     }
 }
 
@@ -261,8 +295,9 @@ static void run_batch(void *ctx)
 
     b->draft_ns = dcn_draft_propose(d);
     b->row_count = 0;
+    dcn_tree_grow(d);
     for (uint32_t i = 0; i < b->part_count; i++) {
-        add_rows(b, &b->parts[i]);
+        add_rows(d, &b->parts[i]);
     }
     b->status = td_model_forward(d->node.model, td_pool_base(d->node.pool), b->rows, b->row_count,
                                  0, NULL, NULL, &logits);
@@ -270,11 +305,8 @@ static void run_batch(void *ctx)
         dcn_part_t *part = &b->parts[i];
         part->choice->status = TD_OK;
         if (part->samples) {
-            draw(d, part, logits + (size_t)logit_row * d->node.info->vocab_size);
-            if (part->choice->status == TD_OK) {
-                dcn_draft_medusa_keep(d, part->choice, logit_row + part->choice->sampled_count - 1);
-            }
-            logit_row += part->drafts + 1;
+            draw_part(d, part, logits, logit_row);
+            logit_row += part->drafts + 1 + part->sides;
         }
     }
 }
@@ -328,10 +360,14 @@ static void submit(dcn_node_t *d)
     dcn_batch_t *b = &d->batch;
 
     dcn_speculate_plan(d);
+    dcn_tree_begin(d);
     dcn_draft_begin(d);
     for (uint32_t i = 0; i < b->part_count; i++) {
         fit_drafts(&b->parts[i]);
         dcn_draft_prepare(d, &b->parts[i]);
+    }
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        dcn_tree_prepare(d, &b->parts[i]);
     }
     b->started_ns = td_now_ns();
     td_worker_submit(d->node.worker, run_batch, d);
@@ -438,6 +474,7 @@ static void measure(dcn_node_t *d)
     b->took_ns = td_now_ns() - b->started_ns;
     td_metric_observe_ns(d->batch_seconds, b->took_ns);
     td_step_cost_observe(&d->step_cost, b->row_count, b->took_ns - b->draft_ns);
+    dcn_draft_measure(d);
     for (uint32_t i = 0; i < b->part_count; i++) {
         rows += b->parts[i].rows;
     }
@@ -454,6 +491,7 @@ void dcn_batch_progress(dcn_node_t *d)
         return;
     }
     measure(d);
+    dcn_tree_release(d);
     b->tokens = 0;
     if (b->status != TD_OK) {
         TD_LOG_ERROR("decode step failed", "status=%s rows=%u", td_status_name(b->status),

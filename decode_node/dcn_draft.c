@@ -45,8 +45,22 @@ void dcn_draft_begin(dcn_node_t *d)
         drafters[i]->job_count = 0;
         drafters[i]->row_count = 0;
         drafters[i]->fill_rows = 0;
+        drafters[i]->pass_count = 0;
     }
     d->chances_used = 0;
+}
+
+/* Not where they are made: heartbeats tell of costs during a step. */
+void dcn_draft_measure(dcn_node_t *d)
+{
+    dcn_drafter_t *const drafters[] = {&d->draft_passes, &d->exit_passes, &d->head_passes};
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(drafters); i++) {
+        dcn_drafter_t *p = drafters[i];
+        for (uint32_t pass = 0; pass < p->pass_count; pass++) {
+            td_step_cost_observe(&p->cost, p->passes[pass].rows, p->passes[pass].took_ns);
+        }
+    }
 }
 
 void dcn_draft_prepare(dcn_node_t *d, dcn_part_t *part)
@@ -126,17 +140,13 @@ static uint32_t add_rows(const dcn_draft_job_t *job, uint32_t pass, td_model_row
 /* The token that the choice's own noise picks from the drafter's logits: what it would pick from
  * the model's, as far as the two agree. One that the drafter itself finds unlikely is none. */
 static bool pick_coupled(const dcn_node_t *d, dcn_choice_t *c, const float *logits,
-                         const float *log_sum, uint32_t position, uint32_t banned,
-                         uint32_t *token_out)
+                         uint32_t position, uint32_t banned, uint32_t *token_out)
 {
     td_sampled_t picked;
 
-    if (td_sampler_pick(c->sampler, logits, position, d->node.stop_ids, banned, log_sum == NULL, 0,
-                        &picked) != TD_OK) {
+    if (td_sampler_pick(c->sampler, logits, position, d->node.stop_ids, banned, true, 0, &picked) !=
+        TD_OK) {
         return false;
-    }
-    if (log_sum != NULL) {
-        picked.logprob = logits[picked.token] - *log_sum;
     }
     *token_out = picked.token;
     return picked.logprob >= d->draft_logprob_min;
@@ -160,21 +170,27 @@ static bool draw_by_chance(const dcn_node_t *d, dcn_draft_job_t *job, const floa
     for (uint32_t i = 0; i < vocab; i++) {
         most = TD_MAX(most, chances[i]);
     }
-    return most >= d->draft_chance_min;
+    return most >= (c->drafter == TD_DRAFTER_MEDUSA ? d->heads_chance_min : d->draft_chance_min);
+}
+
+uint32_t dcn_draft_banned(const dcn_node_t *d, const dcn_choice_t *c, uint32_t position)
+{
+    const td_msg_work_t *w = &c->ticket->work;
+
+    return position - w->prompt_tokens < w->min_tokens ? d->node.stop_count : 0;
 }
 
 /* Penalties are those before the drafts; the sampler stays as it is. */
-void dcn_draft_pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits, const float *log_sum)
+void dcn_draft_pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
 {
     dcn_choice_t *c = job->part->choice;
-    const td_msg_work_t *w = &c->ticket->work;
     const uint32_t position = job->end + job->count;
-    const uint32_t banned = position - w->prompt_tokens < w->min_tokens ? d->node.stop_count : 0;
+    const uint32_t banned = dcn_draft_banned(d, c, position);
     uint32_t *token = &c->drafts[job->count];
 
     job->goes_on = false;
     if (job->chances != NULL ? draw_by_chance(d, job, logits, position, banned, token)
-                             : pick_coupled(d, c, logits, log_sum, position, banned, token)) {
+                             : pick_coupled(d, c, logits, position, banned, token)) {
         job->count++;
         job->goes_on = job->count < job->k;
     }
@@ -204,7 +220,7 @@ static td_status_t pass_of(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass, uint3
             job->goes_on = false;
             continue;
         }
-        dcn_draft_pick(d, job, logits, NULL);
+        dcn_draft_pick(d, job, logits);
         logits += td_model_info(p->model)->vocab_size;
     }
     return TD_OK;
@@ -228,8 +244,9 @@ static void run(dcn_node_t *d, dcn_drafter_t *p)
         }
         if (status != TD_OK) { /* the step goes on with the drafts that there are */
             TD_LOG_ERROR("drafting failed", "status=%s rows=%u", td_status_name(status), rows);
-        } else if (rows > 0) {
-            td_step_cost_observe(&p->cost, rows, td_now_ns() - started_ns);
+        } else if (rows > 0 && p->pass_count < TD_ARRAY_LEN(p->passes)) {
+            p->passes[p->pass_count++] =
+                (dcn_draft_pass_t){.rows = rows, .took_ns = td_now_ns() - started_ns};
         }
     }
     for (uint32_t i = 0; i < p->job_count; i++) {

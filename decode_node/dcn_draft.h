@@ -16,6 +16,7 @@
 #include "common/model/td_model.h"
 #include "common/spec/td_draft.h"
 #include "common/spec/td_spec_cost.h"
+#include "decode_node/dcn_tree.h"
 
 #define DCN_DRAFT_JOBS_MAX 256u
 #define DCN_DRAFT_FILL_ROWS_MAX 64u /* rows of a step that catch up with contexts */
@@ -24,6 +25,13 @@
 struct dcn_node;
 struct dcn_choice;
 struct dcn_part;
+
+/* How a draft's place was decided. */
+typedef struct dcn_place {
+    uint32_t second; /* what would have been drafted instead */
+    bool has_second;
+    uint32_t gap_class; /* by how far that was behind (dcn_tree.h) */
+} dcn_place_t;
 
 /* What a drafter does for one choice in one step. */
 typedef struct dcn_draft_job {
@@ -36,7 +44,16 @@ typedef struct dcn_draft_job {
     uint32_t written; /* out: positions whose KV is written, from the first, with those of drafts */
     float *chances;   /* borrowed, [k][vocab]: the rejection rule's, written; NULL: coupled */
     bool goes_on;     /* the worker's own: it has a row in the next pass */
+    uint32_t k_min;   /* drafts that are made whatever they promise */
+    uint32_t passes;  /* out, of heads: places that a token was looked for */
+    dcn_place_t places[TD_DRAFT_TOKENS_MAX]; /* out, [count], of heads and not by chances */
 } dcn_draft_job_t;
+
+/* A pass that was made. */
+typedef struct dcn_draft_pass {
+    uint32_t rows;
+    uint64_t took_ns;
+} dcn_draft_pass_t;
 
 /* The passes of one drafter. */
 typedef struct dcn_drafter {
@@ -47,8 +64,10 @@ typedef struct dcn_drafter {
     td_step_cost_t cost; /* of a pass, with picking its tokens */
     dcn_draft_job_t jobs[DCN_DRAFT_JOBS_MAX];
     uint32_t job_count;
-    uint32_t row_count; /* of the first pass */
-    uint32_t fill_rows; /* of them, those that catch up */
+    uint32_t row_count;                               /* of the first pass */
+    uint32_t fill_rows;                               /* of them, those that catch up */
+    dcn_draft_pass_t passes[TD_DRAFT_TOKENS_MAX + 1]; /* of the step; the worker's until its end */
+    uint32_t pass_count;
 } dcn_drafter_t;
 
 /* The draft model and its KV, which never leaves the node. */
@@ -65,7 +84,7 @@ typedef struct dcn_medusa {
     td_heads_t *heads;    /* owned; NULL: none */
     float *states;        /* owned, [job][embed_dim] */
     td_heads_row_t *rows; /* owned, [job] */
-    float *logits;        /* owned, [vocab]: of one place of one chain */
+    float *logits;        /* owned, [vocab]: of one place of one chain, for the rejection rule */
 } dcn_medusa_t;
 
 /* What a choice has in the draft model's pool. */
@@ -97,6 +116,8 @@ void dcn_draft_prepare(struct dcn_node *dcn, struct dcn_part *part);
 /** Worker: drafts for every job; a part's drafts become those that were made. Answers how long that
  * took. Units: ns. */
 uint64_t dcn_draft_propose(struct dcn_node *dcn);
+/** After a step: takes note of how long its passes of drafting took. */
+void dcn_draft_measure(struct dcn_node *dcn);
 /** After the tokens of a part that goes on were taken, with its job as the worker has left it. */
 void dcn_draft_settle(struct dcn_node *dcn, const struct dcn_part *part);
 /** There will be drafts that the rejection rule verifies: takes the memory for what they are drawn
@@ -105,9 +126,11 @@ TD_MUST_CHECK td_status_t dcn_draft_need_chances(struct dcn_node *dcn);
 /** A job for the part; NULL: the step's passes are full. */
 dcn_draft_job_t *dcn_draft_add_job(dcn_drafter_t *drafter, struct dcn_part *part, uint32_t rows);
 /** Worker: the next draft of a job from its drafter's logits, and whether it goes on.
- * Shape: logits [vocab_size]. log_sum: of their exponentials, where that is known; else NULL. */
-void dcn_draft_pick(struct dcn_node *dcn, dcn_draft_job_t *job, const float *logits,
-                    const float *log_sum);
+ * Shape: logits [vocab_size]. */
+void dcn_draft_pick(struct dcn_node *dcn, dcn_draft_job_t *job, const float *logits);
+/** How many of the node's stop tokens may not be picked for a position. */
+uint32_t dcn_draft_banned(const struct dcn_node *dcn, const struct dcn_choice *choice,
+                          uint32_t position);
 
 /* --- dcn_draft_model.c ------------------------------------------------------------------------ */
 

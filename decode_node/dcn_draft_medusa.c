@@ -33,13 +33,17 @@ static td_status_t take_buffers(dcn_node_t *d)
 td_status_t dcn_draft_medusa_open(dcn_node_t *d)
 {
     const char *path = td_config_text(d->node.proc.config, "medusa-heads");
+    const uint64_t percent = td_config_u64(d->node.proc.config, "medusa-confidence");
     uint32_t tokens = 0;
 
     if (path == NULL) {
         return TD_OK;
     }
     TD_TRY(td_heads_load(path, d->node.model, d->rows_max, &d->medusa.heads));
+    d->heads_chance_min = (float)percent / 100;
+    d->heads_logprob_min = percent == 0 ? -INFINITY : logf((float)percent / 100);
     TD_TRY(take_buffers(d));
+    TD_TRY(dcn_tree_open(d));
     (void)td_heads_tokens(d->medusa.heads, &tokens);
     TD_LOG_INFO("heads loaded", "file=%s tokens=%u", path, tokens);
     d->head_passes.model = d->node.model;
@@ -86,6 +90,7 @@ void dcn_draft_medusa_prepare(dcn_node_t *d, dcn_part_t *part)
     job->end = c->ticket->work.prompt_tokens + c->token_count;
     job->from = job->end - 1;
     job->k = part->drafts;
+    job->k_min = c->ticket->work.k_min;
 }
 
 /* --- the worker's thread ---------------------------------------------------------------------- */
@@ -148,23 +153,59 @@ static float log_sum_of(const float *logits, uint32_t count, float *most_out)
     return most + logf(sum);
 }
 
-/* A place whose likeliest token isn't likely enough is the chain's end, without a look at all of
- * the vocabulary. What isn't finite is for the sampler to refuse. */
+/* The likeliest under the choice's own noise is the draft, the one behind it may stand beside it.
+ */
+static bool pick_coupled(const dcn_node_t *d, dcn_draft_job_t *job, const float *logits,
+                         float logit_min)
+{
+    dcn_choice_t *c = job->part->choice;
+    const uint32_t position = job->end + job->count;
+    uint32_t count = 0;
+    const uint32_t *tokens = td_heads_tokens(d->medusa.heads, &count);
+    td_candidates_t best;
+
+    if (td_sampler_candidates(c->sampler, tokens, logits, count, position, d->node.stop_ids,
+                              dcn_draft_banned(d, c, position), TD_CANDIDATES_MAX,
+                              &best) != TD_OK ||
+        best.logits[0] < logit_min) {
+        return false;
+    }
+    c->drafts[job->count] = best.tokens[0];
+    job->places[job->count++] =
+        best.count < 2
+            ? (dcn_place_t){.gap_class = DCN_GAP_CLASSES - 1}
+            : (dcn_place_t){.second = best.tokens[1],
+                            .has_second = true,
+                            .gap_class = dcn_tree_gap_class(best.scores[0] - best.scores[1])};
+    return true;
+}
+
+/* A place whose likeliest token isn't likely enough is the chain's end, without a look at each of
+ * its tokens. What isn't finite is for the sampler to refuse. */
 static void pick(dcn_node_t *d, dcn_draft_job_t *job, const float *logits)
 {
     uint32_t count = 0;
     const uint32_t *tokens = td_heads_tokens(d->medusa.heads, &count);
+    float logit_min = -INFINITY;
     float most = 0;
-    const float log_sum = log_sum_of(logits, count, &most);
 
-    if (most - log_sum < d->draft_logprob_min) {
-        job->goes_on = false;
+    job->goes_on = false;
+    job->passes++;
+    if (d->heads_logprob_min > -INFINITY) {
+        logit_min = d->heads_logprob_min + log_sum_of(logits, count, &most);
+        if (most < logit_min) {
+            return;
+        }
+    }
+    if (job->chances == NULL) {
+        job->goes_on = pick_coupled(d, job, logits, logit_min) && job->count < job->k &&
+                       (job->count < job->k_min || dcn_tree_goes_on(d, job));
         return;
     }
     for (uint32_t i = 0; i < count; i++) {
         d->medusa.logits[tokens[i]] = logits[i];
     }
-    dcn_draft_pick(d, job, d->medusa.logits, &log_sum);
+    dcn_draft_pick(d, job, d->medusa.logits);
 }
 
 uint32_t dcn_draft_medusa_pass(dcn_node_t *d, dcn_drafter_t *p, uint32_t pass)

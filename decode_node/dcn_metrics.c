@@ -41,6 +41,7 @@ void dcn_metrics_declare(dcn_node_t *d)
     const char *requests = "tandem_decode_requests_total";
     const char *bytes = "tandem_decode_handoff_bytes_total";
     const char *drafts = "tandem_decode_draft_tokens_total";
+    const char *sides = "tandem_decode_draft_side_tokens_total";
     const char *contexts = "tandem_decode_draft_context_tokens_total";
     static const char *const states[] = {"state=\"free\"", "state=\"reserved\"", "state=\"cached\"",
                                          "state=\"active\""};
@@ -74,6 +75,10 @@ void dcn_metrics_declare(dcn_node_t *d)
     d->drafts_accepted =
         td_metrics_counter(m, drafts, "result=\"accepted\"", "drafted tokens that were verified");
     d->drafts_rejected = td_metrics_counter(m, drafts, "result=\"rejected\"", "");
+    d->sides_accepted =
+        td_metrics_counter(m, sides, "result=\"accepted\"",
+                           "of them, second choices that were verified beside a draft");
+    d->sides_rejected = td_metrics_counter(m, sides, "result=\"rejected\"", "");
     for (size_t i = 0; i < TD_ARRAY_LEN(states); i++) {
         d->draft_kv_states[i] = td_metrics_gauge(m, "tandem_decode_draft_kv_blocks", states[i],
                                                  "KV blocks of the draft model by state");

@@ -89,6 +89,7 @@ typedef struct dcn_ticket {
     dcn_choice_t *choices;       /* owned, [n] once admitted */
     uint32_t live;               /* choices that still generate */
     td_msg_drafts_t drafts;      /* k_max 0: nothing can be drafted */
+    uint32_t sides;              /* leaves that were verified beside them */
     uint64_t running_ns;         /* since when it generates */
     bool computing;
     uint32_t *quarantined; /* owned, [blocks]; while DCN_DRAIN */
@@ -114,7 +115,13 @@ typedef struct dcn_part {
     uint32_t rows;        /* without those of drafts */
     uint32_t drafts; /* 0 unless it samples; those that need passes: until then, how many to make */
     bool samples;
+    uint32_t proposed; /* drafts that there are, or could be made */
+    double alpha;      /* how likely a draft is right where those before it were; of drafts > 0 */
+    double draft_ns;   /* to make one, of a drafter that needs passes */
     dcn_draft_job_t *job; /* those passes; NULL: none */
+    uint32_t sides;       /* leaves beside its drafts; until those are made, how many at most */
+    uint32_t side_first;  /* among the step's */
+    const dcn_side_t *side_taken; /* the one that was right; NULL: none */
 } dcn_part_t;
 
 typedef struct dcn_batch {
@@ -173,9 +180,12 @@ typedef struct dcn_node {
     dcn_drafter_t exit_passes;  /* of the model's first layers */
     dcn_medusa_t medusa;
     dcn_drafter_t head_passes; /* of the heads */
+    dcn_tree_t tree;
     td_model_row_t draft_rows[DCN_DRAFT_ROWS_MAX];
     float draft_logprob_min; /* below it a drafted token ends the draft */
     float draft_chance_min;  /* the same, where its best token's chance is asked */
+    float heads_logprob_min; /* the same of the heads' drafts */
+    float heads_chance_min;
     float *chances;          /* owned, [rows_max][vocab]; NULL: nobody has asked for the rule yet */
     uint32_t chances_used;   /* rows, by the step being made */
     bool draft_model_missed; /* a request has asked for one that is not here: said once */
@@ -213,6 +223,8 @@ typedef struct dcn_node {
     td_metric_t *returned_computed;
     td_metric_t *drafts_accepted;
     td_metric_t *drafts_rejected;
+    td_metric_t *sides_accepted;
+    td_metric_t *sides_rejected;
     td_metric_t *draft_kv_states[4];
     td_metric_t *draft_cached;
     td_metric_t *draft_computed;
@@ -301,7 +313,7 @@ void dcn_speculate_look_behind(dcn_choice_t *choice);
 /** Has every part of the step that samples propose, or say how much it could, and sets how many of
  * its drafts are made and verified. */
 void dcn_speculate_plan(dcn_node_t *dcn);
-/** How many of a part's drafts were accepted. */
+/** How many of a part's drafts were accepted, the last of them perhaps a leaf beside its draft. */
 void dcn_speculate_observe(dcn_node_t *dcn, const dcn_part_t *part, uint32_t accepted);
 
 /* dcn_worth.c: what drafts were worth, and what they cost */

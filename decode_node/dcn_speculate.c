@@ -198,6 +198,9 @@ void dcn_speculate_plan(dcn_node_t *d)
                 td_acceptance_pass(node_acceptance(d, c), NODE_PASS_MEMORY);
             }
             sharers[c->drafter].planned += offers[at].k > 0;
+            b->parts[i].proposed = offers[at].proposed;
+            b->parts[i].alpha = offers[at].alpha;
+            b->parts[i].draft_ns = offers[at].draft_ns;
             b->parts[i].drafts = offers[at++].k;
         }
     }
@@ -208,22 +211,29 @@ void dcn_speculate_observe(dcn_node_t *d, const dcn_part_t *part, uint32_t accep
 {
     dcn_choice_t *c = part->choice;
     /* A draft that its drafter has cut short has cost a pass for a token that was none. */
-    const uint32_t tried = part->job != NULL ? part->job->k : part->drafts;
+    const uint32_t tried = part->job == NULL       ? part->drafts
+                           : part->job->passes > 0 ? part->job->passes
+                                                   : part->job->k;
+    const uint32_t verified = part->drafts + part->sides;
+    const uint32_t beside = part->side_taken != NULL ? 1 : 0;
 
     dcn_worth_step(d, part, accepted);
     if (tried == 0) {
         return;
     }
-    td_acceptance_observe(&c->acceptance[c->confidence], tried, accepted, CHOICE_MEMORY);
-    td_acceptance_observe(node_acceptance(d, c), tried, accepted, NODE_MEMORY);
+    td_acceptance_observe(&c->acceptance[c->confidence], tried, accepted - beside, CHOICE_MEMORY);
+    td_acceptance_observe(node_acceptance(d, c), tried, accepted - beside, NODE_MEMORY);
+    dcn_tree_observe(d, part, accepted - beside);
     if (part->job != NULL) {
         td_acceptance_observe(&d->drafts_made[c->drafter], tried, part->drafts, NODE_MEMORY);
     }
     if (part->drafts > 0) {
         td_metric_add(d->drafter_steps[c->drafter], 1);
         td_metric_add(d->drafter_accepted[c->drafter], accepted);
-        td_metric_add(d->drafter_rejected[c->drafter], part->drafts - accepted);
+        td_metric_add(d->drafter_rejected[c->drafter], verified - accepted);
     }
     td_metric_add(d->drafts_accepted, accepted);
-    td_metric_add(d->drafts_rejected, part->drafts - accepted);
+    td_metric_add(d->drafts_rejected, verified - accepted);
+    td_metric_add(d->sides_accepted, beside);
+    td_metric_add(d->sides_rejected, part->sides - beside);
 }

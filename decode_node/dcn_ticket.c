@@ -45,6 +45,7 @@ static void send_end(dcn_node_t *d, const dcn_ticket_t *t, td_status_t status)
     msg.u.end.usage.prompt_tokens = t->work.prompt_tokens;
     msg.u.end.usage.completion_tokens = generated;
     msg.u.end.drafts = t->drafts;
+    msg.u.end.usage.rejected_draft_tokens += t->sides; /* of which the accepted ones count below */
     for (uint32_t i = 0; i < t->drafts.k_max; i++) {
         msg.u.end.usage.accepted_draft_tokens += t->drafts.accepted[i];
         msg.u.end.usage.rejected_draft_tokens += t->drafts.drafted[i] - t->drafts.accepted[i];

@@ -58,6 +58,7 @@ void dcn_worth_step(dcn_node_t *d, const dcn_part_t *part, uint32_t accepted)
         return;
     }
     r->steps++;
+    part->ticket->sides += part->sides;
     r->tokens += accepted + 1;
     r->saved_ns += saved_by(&d->batch, part, accepted + 1);
     for (uint32_t i = 0; i < part->drafts; i++) {

@@ -18,6 +18,14 @@ static const td_option_t options[] = {
      "file of tandem-train-heads, made for the model, for the drafter medusa"},
     {"draft-confidence", TD_OPTION_COUNT, "40",
      "percent; drafts of a model end before a token that it finds less likely", 0, 100},
+    {"medusa-confidence", TD_OPTION_COUNT, "0",
+     "percent; the same for the drafts of medusa, which have to promise more than they cost "
+     "besides",
+     0, 100},
+    {"draft-tree", TD_OPTION_CHOICE, "auto",
+     "second choices of the drafter medusa that are verified beside its drafts: those that promise "
+     "more than they cost, none, or all",
+     0, 0, DCN_TREE_MODES},
     {"early-exit-layers", TD_OPTION_COUNT, "0",
      "layers of the drafter early_exit, 0 = a third of the model's", 0, TD_KV_LAYERS_MAX},
     {"batch-max", TD_OPTION_COUNT, "64", "sequences of one step", 1, DCN_BATCH_ROWS_MAX},
@@ -207,6 +215,7 @@ static void stop(dcn_node_t *d)
 {
     kvs_donor_destroy(d->donor);
     td_node_stop(&d->node);
+    dcn_tree_release(d);
     while (d->tickets != NULL) {
         dcn_ticket_t *t = d->tickets;
         t->computing = false; /* the worker and the transfer have ended */
@@ -242,6 +251,7 @@ int main(int argc, char **argv)
         }
         stop(&node);
     }
+    dcn_tree_close(&node);
     dcn_draft_medusa_close(&node);
     dcn_draft_model_close(&node);
     td_node_close(&node.node);

@@ -1,5 +1,7 @@
 #include "common/kv/td_kv_layout.h"
 
+#include <string.h>
+
 #include "common/base/td_base.h"
 
 td_status_t td_kv_layout_check(const td_kv_layout_t *l)
@@ -10,4 +12,21 @@ td_status_t td_kv_layout_check(const td_kv_layout_t *l)
         return TD_ERR_INVALID;
     }
     return td_kv_block_bytes(l) <= UINT32_MAX ? TD_OK : TD_ERR_INVALID;
+}
+
+void td_kv_copy_tokens(const td_kv_layout_t *l, uint8_t *to, const uint8_t *from, uint32_t begin,
+                       uint32_t end)
+{
+    const size_t values = (end - begin) * td_kv_row_bytes(l);
+    const size_t scales = (end - begin) * td_kv_scale_bytes(l->codec);
+
+    TD_ASSERT(begin <= end && end <= l->block_tokens);
+    for (uint32_t half = 0; half < 2 * l->layers; half++) {
+        for (uint32_t head = 0; head < l->kv_heads; head++) {
+            const size_t at = td_kv_offset(l, half / 2, half % 2 != 0, head, begin);
+            const size_t scale_at = td_kv_scale_offset(l, half / 2, half % 2 != 0, head, begin);
+            memcpy(to + at, from + at, values);
+            memcpy(to + scale_at, from + scale_at, scales);
+        }
+    }
 }

@@ -82,3 +82,7 @@ static inline size_t td_kv_scale_offset(const td_kv_layout_t *l, uint32_t layer,
     return td_kv_half_offset(l, layer, is_v) + td_kv_values_bytes(l) +
            ((size_t)head * l->block_tokens + token) * td_kv_scale_bytes(l->codec);
 }
+/** Copies tokens [begin, end) of a block into the same slots of another, all layers; the other
+ * slots stay as they are. Cost: O(layers * kv_heads) runs, and the tokens' bytes. */
+void td_kv_copy_tokens(const td_kv_layout_t *layout, uint8_t *to, const uint8_t *from,
+                       uint32_t begin, uint32_t end);

@@ -117,8 +117,23 @@ static void add_rows(const worker_t *w)
     }
 }
 
+static void write_head(const td_model_t *m, const td_model_row_t *r, uint32_t block_idx,
+                       uint32_t layer, uint32_t kv_head, const float *k, const float *v)
+{
+    const td_kv_layout_t *kv = &m->info.kv;
+    const uint32_t token = r->position % kv->block_tokens;
+    uint8_t *block = m->pass.pool + (size_t)block_idx * td_kv_block_bytes(kv);
+
+    m->ops->kv_encode(kv->codec, k, kv->head_dim,
+                      block + td_kv_offset(kv, layer, false, kv_head, token),
+                      block + td_kv_scale_offset(kv, layer, false, kv_head, token));
+    m->ops->kv_encode(kv->codec, v, kv->head_dim,
+                      block + td_kv_offset(kv, layer, true, kv_head, token),
+                      block + td_kv_scale_offset(kv, layer, true, kv_head, token));
+}
+
 /* Turns a row's query heads of one KV head and its k to their position, and writes k and v into the
- * row's block. */
+ * row's block, and into those of other paths of its tree. */
 static void place_head(td_model_t *m, size_t row, uint32_t layer, uint32_t kv_head)
 {
     const td_kv_layout_t *kv = &m->info.kv;
@@ -130,20 +145,15 @@ static void place_head(td_model_t *m, size_t row, uint32_t layer, uint32_t kv_he
     float *q = m->q + row * m->q_dim + (size_t)kv_head * group * kv->head_dim;
     float *k = m->k + row * m->kv_dim + (size_t)kv_head * kv->head_dim;
     const float *v = m->v + row * m->kv_dim + (size_t)kv_head * kv->head_dim;
-    const uint32_t token = r->position % kv->block_tokens;
-    uint8_t *block =
-        m->pass.pool + (size_t)r->blocks[r->position / kv->block_tokens] * td_kv_block_bytes(kv);
 
     for (uint32_t h = 0; h < group; h++) {
         m->ops->rotate(q + (size_t)h * kv->head_dim, table, m->rope_dim);
     }
     m->ops->rotate(k, table, m->rope_dim);
-    m->ops->kv_encode(kv->codec, k, kv->head_dim,
-                      block + td_kv_offset(kv, layer, false, kv_head, token),
-                      block + td_kv_scale_offset(kv, layer, false, kv_head, token));
-    m->ops->kv_encode(kv->codec, v, kv->head_dim,
-                      block + td_kv_offset(kv, layer, true, kv_head, token),
-                      block + td_kv_scale_offset(kv, layer, true, kv_head, token));
+    write_head(m, r, r->blocks[r->position / kv->block_tokens], layer, kv_head, k, v);
+    for (uint32_t i = 0; i < r->copy_count; i++) {
+        write_head(m, r, r->copies[i], layer, kv_head, k, v);
+    }
 }
 
 /* A segment's rows see each other's keys only through its blocks, so where no other segment shares
@@ -471,6 +481,7 @@ static void plan_segments(td_model_t *m)
             segment = &m->segments[p->segment_count++];
             *segment = (td_model_segment_t){.row = i};
         }
+        p->alone = p->alone && !r->is_branch; /* its segment reads what others write */
         segment->rows++;
         m->segment_of[i] = p->segment_count - 1;
     }

@@ -56,12 +56,21 @@ typedef struct td_model_info {
     char name[64];                 /* general.name, printable */
 } td_model_info_t;
 
-/** One token of one sequence. Rows of a sequence stand together in ascending position. */
+/** One token of one sequence. Rows of a sequence stand together in ascending position.
+ *
+ * A tree of tokens is several sequences: each path from its root has a table of its own, which
+ * shares with the others what is behind it and has other blocks where they part. A row that is on
+ * several paths is one row; it writes its KV into its slot of all of their blocks, so each path
+ * reads what a sequence without the others would have (I1). One path is the trunk, whose blocks
+ * other paths' tables may hold as they are; rows that the trunk has not are marked. */
 typedef struct td_model_row {
     uint32_t token;
     uint32_t position;      /* absolute */
     const uint32_t *blocks; /* borrowed: block i holds positions [i * block_tokens, ...); one that
                                no row of the pass needs (the mask) may be anything */
+    const uint32_t *copies; /* borrowed, [copy_count]: blocks of other paths, written too */
+    uint32_t copy_count;
+    bool is_branch; /* of a tree's path that parts from the trunk, behind there */
     bool want_logits;
 } td_model_row_t;
 

@@ -47,7 +47,8 @@ typedef struct td_model_pass {
     uint32_t item_count;
     uint32_t whole; /* of item_count * kv_heads, dealt out whole; each further one is cut by rows */
     bool split;     /* items are spans, whose parts are merged afterwards */
-    bool alone; /* no sequence has two segments, none is split or cut: items write their own KV */
+    bool alone; /* no sequence has two segments or other paths, none is split or cut: items write
+                   their own KV */
     uint32_t logit_count;
     uint32_t layers; /* that it runs, from the first */
     uint32_t layers_step;

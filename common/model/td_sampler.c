@@ -13,6 +13,7 @@
 #define PENALTY_MAX 2.0f
 #define REPETITION_PENALTY_MAX 10.0f
 #define LOGIT_BIAS_HIGH 1e9f
+#define MAX_LANES 16u
 #define LN2 0.6931471805599453
 /* The order key of an entry is cut into digits; one level of the selection looks at one digit. */
 #define DIGIT_BITS 11u
@@ -31,7 +32,10 @@ struct td_sampler {
     uint32_t *seen;        /* owned; [vocab_size], the first seen_count are the distinct tokens */
     uint32_t seen_count;
     uint32_t vocab_size;
-    double log_min_p;            /* -infinity = off */
+    const uint32_t *ids; /* borrowed, during a pick: the tokens of work's entries, ascending; NULL:
+                            entry i is token i */
+    uint32_t count;      /* of those entries */
+    double log_min_p;    /* -infinity = off */
     double sums[DIGIT_COUNT];    /* scratch: weight of the entries with each digit */
     uint32_t tally[DIGIT_COUNT]; /* scratch: their count */
 };
@@ -171,17 +175,56 @@ void td_sampler_accept(td_sampler_t *sampler, uint32_t token)
 /* --- the model's own distribution --------------------------------------------------------------
  */
 
+/* The largest entry, in as many chains as the processor takes vectors of: NaN is passed over. */
+static float max_of(const float *row, uint32_t count)
+{
+    float lanes[MAX_LANES];
+    uint32_t i = 0;
+
+    for (uint32_t l = 0; l < MAX_LANES; l++) {
+        lanes[l] = -INFINITY;
+    }
+    for (; i + MAX_LANES <= count; i += MAX_LANES) {
+        for (uint32_t l = 0; l < MAX_LANES; l++) {
+            lanes[l] = row[i + l] > lanes[l] ? row[i + l] : lanes[l];
+        }
+    }
+    for (; i < count; i++) {
+        lanes[0] = row[i] > lanes[0] ? row[i] : lanes[0];
+    }
+    for (uint32_t l = 1; l < MAX_LANES; l++) {
+        lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];
+    }
+    return lanes[0];
+}
+
+/* Is there NaN or +infinity? */
+static bool has_bad(const float *row, uint32_t count)
+{
+    uint32_t bad[MAX_LANES] = {0};
+    uint32_t any = 0;
+    uint32_t i = 0;
+
+    for (; i + MAX_LANES <= count; i += MAX_LANES) {
+        for (uint32_t l = 0; l < MAX_LANES; l++) {
+            bad[l] |= row[i + l] < INFINITY ? 0u : 1u;
+        }
+    }
+    for (; i < count; i++) {
+        any |= row[i] < INFINITY ? 0u : 1u;
+    }
+    for (uint32_t l = 0; l < MAX_LANES; l++) {
+        any |= bad[l];
+    }
+    return any != 0;
+}
+
 /* Fails on a row that no model in order can give: NaN, +infinity or nothing finite. */
 static td_status_t row_max(const float *logits, uint32_t count, float *out)
 {
-    float max = -INFINITY;
-    bool bad = false;
+    const float max = max_of(logits, count);
 
-    for (uint32_t i = 0; i < count; i++) {
-        bad |= !(logits[i] < INFINITY);
-        max = logits[i] > max ? logits[i] : max;
-    }
-    if (bad || max == -INFINITY) {
+    if (has_bad(logits, count) || max == -INFINITY) {
         TD_LOG_ERROR("logits are broken", "vocab_size=%u expected=\"no NaN or +inf, one finite\"",
                      count);
         return TD_ERR_INTERNAL;
@@ -232,34 +275,65 @@ static void fill_logprobs(const float *logits, uint32_t count, float max, uint32
 /* --- bias and penalties --------------------------------------------------------------------------
  */
 
+/* A token's entry; NULL: it has none. */
+static float *entry_of(const td_sampler_t *sampler, uint32_t token)
+{
+    uint32_t low = 0;
+    uint32_t high = sampler->count;
+
+    if (sampler->ids == NULL) {
+        return token < sampler->count ? &sampler->work[token] : NULL;
+    }
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (sampler->ids[middle] < token) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low < sampler->count && sampler->ids[low] == token ? &sampler->work[low] : NULL;
+}
+
+static uint32_t token_of(const td_sampler_t *sampler, uint32_t entry)
+{
+    return sampler->ids == NULL ? entry : sampler->ids[entry];
+}
+
 static void apply_bias_and_penalties(td_sampler_t *sampler)
 {
     const td_sampling_t *params = &sampler->params;
-    float *work = sampler->work;
 
     for (uint32_t i = 0; i < params->logit_bias_count; i++) {
-        float *logit = &work[sampler->bias[i].token];
-        *logit = TD_MIN(*logit + sampler->bias[i].bias, FLT_MAX);
+        float *logit = entry_of(sampler, sampler->bias[i].token);
+        if (logit != NULL) {
+            *logit = TD_MIN(*logit + sampler->bias[i].bias, FLT_MAX);
+        }
     }
     for (uint32_t i = 0; i < sampler->seen_count; i++) {
         uint32_t token = sampler->seen[i];
         uint32_t generated = sampler->states[token].generated;
-        float logit = work[token];
+        float *entry = entry_of(sampler, token);
+        float logit = entry == NULL ? 0 : *entry;
+        if (entry == NULL) {
+            continue;
+        }
         logit = logit > 0 ? logit / params->repetition_penalty : logit * params->repetition_penalty;
         logit -= params->frequency_penalty * (float)generated;
         logit -= generated > 0 ? params->presence_penalty : 0.0f;
-        work[token] = TD_MIN(logit, FLT_MAX); /* a tiny repetition penalty must not give inf */
+        *entry = TD_MIN(logit, FLT_MAX); /* a tiny repetition penalty must not give inf */
     }
 }
 
 uint32_t td_logits_argmax(const float *logits, uint32_t count)
 {
-    uint32_t best = 0;
+    const float max = max_of(logits, count);
+    uint32_t at = 0;
 
-    for (uint32_t i = 1; i < count; i++) {
-        best = logits[i] > logits[best] ? i : best;
+    while (at < count && logits[at] != max) {
+        at++;
     }
-    return best;
+    return at < count ? at : 0; /* nothing but NaN has no best */
 }
 
 /* --- filters
@@ -295,7 +369,7 @@ static uint64_t select_threshold(td_sampler_t *sampler, uint64_t floor_key, bool
         bool found = false;
         memset(sampler->tally, 0, sizeof(sampler->tally));
         memset(sampler->sums, 0, sizeof(sampler->sums));
-        for (uint32_t i = 0; i < sampler->vocab_size; i++) {
+        for (uint32_t i = 0; i < sampler->count; i++) {
             uint64_t key = order_key(sampler->work[i], i);
             uint32_t digit = (uint32_t)(key >> shift) & mask;
             if (key < floor_key || (prefix_shift < 64 && key >> prefix_shift != prefix)) {
@@ -340,14 +414,14 @@ static uint64_t filter_threshold(td_sampler_t *sampler)
     const td_sampling_t *params = &sampler->params;
     uint64_t threshold = order_key(-INFINITY, 0) + 1; /* above every entry of -infinity */
 
-    if (params->top_k > 0 && params->top_k < sampler->vocab_size) {
+    if (params->top_k > 0 && params->top_k < sampler->count) {
         uint64_t key = select_threshold(sampler, 0, false, params->top_k, 0);
         threshold = TD_MAX(threshold, key);
     }
     if (params->top_p < 1.0f) {
         double total = 0;
         uint64_t key = 0;
-        for (uint32_t i = 0; i < sampler->vocab_size; i++) {
+        for (uint32_t i = 0; i < sampler->count; i++) {
             if (order_key(sampler->work[i], i) >= threshold) {
                 total += td_sampler_exp((double)sampler->work[i]);
             }
@@ -411,19 +485,20 @@ static double gumbel_bound(uint64_t bits)
     return (double)(__builtin_clzll(zeros) + 1) * LN2 + 1e-9;
 }
 
-/* Of the entries that the filters keep; max_id is one of them. */
-static uint32_t gumbel_argmax(const td_sampler_t *sampler, uint32_t max_id, uint64_t threshold,
-                              double floor, uint64_t key)
+/* Of the entries that the filters keep; max_at is one of them. Answers the best one's. */
+static uint32_t gumbel_argmax(const td_sampler_t *sampler, uint32_t max_at, uint64_t threshold,
+                              double floor, uint64_t key, double *score_out)
 {
-    uint32_t best = max_id;
-    double best_score = (double)sampler->work[max_id] + gumbel(noise_bits(key, max_id));
+    uint32_t best = max_at;
+    double best_score =
+        (double)sampler->work[max_at] + gumbel(noise_bits(key, token_of(sampler, max_at)));
 
-    for (uint32_t i = 0; i < sampler->vocab_size; i++) {
+    for (uint32_t i = 0; i < sampler->count; i++) {
         double value = (double)sampler->work[i];
-        uint64_t bits = noise_bits(key, i);
+        uint64_t bits = noise_bits(key, token_of(sampler, i));
         double score = 0;
         /* Few can pass the best so far, so few need logarithms. */
-        if (value + gumbel_bound(bits) < best_score || i == max_id ||
+        if (value + gumbel_bound(bits) < best_score || i == max_at ||
             order_key(sampler->work[i], i) < threshold || value < floor) {
             continue;
         }
@@ -433,6 +508,7 @@ static uint32_t gumbel_argmax(const td_sampler_t *sampler, uint32_t max_id, uint
             best_score = score;
         }
     }
+    *score_out = best_score;
     return best;
 }
 
@@ -441,28 +517,32 @@ static uint32_t gumbel_argmax(const td_sampler_t *sampler, uint32_t max_id, uint
 
 /* The scores of one row: work holds (logit - max) / temperature, or logits at temperature 0. */
 typedef struct scores {
-    uint32_t max_id;    /* the best token */
+    uint32_t max_at;    /* the best entry */
     uint64_t threshold; /* order keys below it are filtered out */
     float row_max;      /* of the logits as they came */
 } scores_t;
 
-static td_status_t make_scores(td_sampler_t *sampler, const float *logits, const uint32_t *banned,
-                               uint32_t banned_count, scores_t *out)
+/* Shape: logits [count], of the tokens ids, or of all. */
+static td_status_t make_scores_of(td_sampler_t *sampler, const uint32_t *ids, uint32_t count,
+                                  const float *logits, const uint32_t *banned,
+                                  uint32_t banned_count, scores_t *out)
 {
-    const uint32_t count = sampler->vocab_size;
     const float temperature = sampler->params.temperature;
     float work_max = 0;
 
+    sampler->ids = ids;
+    sampler->count = count;
     TD_TRY(row_max(logits, count, &out->row_max));
     memcpy(sampler->work, logits, count * sizeof(*logits));
     apply_bias_and_penalties(sampler);
     for (uint32_t i = 0; i < banned_count; i++) {
-        if (banned[i] < count) {
-            sampler->work[banned[i]] = -INFINITY;
+        float *entry = entry_of(sampler, banned[i]);
+        if (entry != NULL) {
+            *entry = -INFINITY;
         }
     }
-    out->max_id = td_logits_argmax(sampler->work, count);
-    work_max = sampler->work[out->max_id];
+    out->max_at = td_logits_argmax(sampler->work, count);
+    work_max = sampler->work[out->max_at];
     if (work_max == -INFINITY) {
         TD_LOG_ERROR("no token may be picked", "vocab_size=%u banned=%u", count, banned_count);
         return TD_ERR_INVALID;
@@ -477,13 +557,22 @@ static td_status_t make_scores(td_sampler_t *sampler, const float *logits, const
     return TD_OK;
 }
 
-static uint32_t draw(const td_sampler_t *sampler, const scores_t *scores, uint32_t position,
-                     uint64_t purpose)
+static td_status_t make_scores(td_sampler_t *sampler, const float *logits, const uint32_t *banned,
+                               uint32_t banned_count, scores_t *out)
 {
-    return sampler->params.temperature > 0
-               ? gumbel_argmax(sampler, scores->max_id, scores->threshold, sampler->log_min_p,
-                               noise_key(&sampler->params, position, purpose))
-               : scores->max_id;
+    return make_scores_of(sampler, NULL, sampler->vocab_size, logits, banned, banned_count, out);
+}
+
+/* Answers the entry. */
+static uint32_t draw(const td_sampler_t *sampler, const scores_t *scores, uint32_t position,
+                     uint64_t purpose, double *score_out)
+{
+    if (sampler->params.temperature > 0) {
+        return gumbel_argmax(sampler, scores->max_at, scores->threshold, sampler->log_min_p,
+                             noise_key(&sampler->params, position, purpose), score_out);
+    }
+    *score_out = (double)sampler->work[scores->max_at];
+    return scores->max_at;
 }
 
 td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits, uint32_t position,
@@ -492,14 +581,45 @@ td_status_t td_sampler_pick(td_sampler_t *sampler, const float *logits, uint32_t
 {
     td_sampled_t result = {0};
     scores_t scores = {0};
+    double score = 0;
 
     TD_ASSERT(top_logprobs <= TD_TOP_LOGPROBS_MAX);
     TD_TRY(make_scores(sampler, logits, banned, banned_count, &scores));
-    result.token = draw(sampler, &scores, position, NOISE_TOKEN);
+    result.token = draw(sampler, &scores, position, NOISE_TOKEN, &score);
     if (want_logprob || top_logprobs > 0) {
         fill_logprobs(logits, sampler->vocab_size, scores.row_max, top_logprobs, &result);
     }
     *out = result;
+    return TD_OK;
+}
+
+td_status_t td_sampler_candidates(td_sampler_t *sampler, const uint32_t *tokens,
+                                  const float *logits, uint32_t count, uint32_t position,
+                                  const uint32_t *banned, uint32_t banned_count, uint32_t wanted,
+                                  td_candidates_t *out)
+{
+    td_candidates_t found = {0};
+    scores_t scores = {0};
+
+    TD_ASSERT(count > 0 && count <= sampler->vocab_size && wanted <= TD_CANDIDATES_MAX);
+    TD_TRY(make_scores_of(sampler, tokens, count, logits, banned, banned_count, &scores));
+    while (found.count < wanted) {
+        const float most = sampler->work[scores.max_at];
+        uint32_t at = 0;
+        if (sampler->params.temperature > 0 ? order_key(most, scores.max_at) < scores.threshold ||
+                                                  (double)most < sampler->log_min_p
+                                            : most == -INFINITY) {
+            break; /* the filters keep no more */
+        }
+        at = draw(sampler, &scores, position, NOISE_TOKEN, &found.scores[found.count]);
+        found.tokens[found.count] = tokens[at];
+        found.logits[found.count++] = logits[at];
+        sampler->work[at] = -INFINITY;
+        if (at == scores.max_at && found.count < wanted) {
+            scores.max_at = td_logits_argmax(sampler->work, count);
+        }
+    }
+    *out = found;
     return TD_OK;
 }
 
@@ -516,7 +636,7 @@ static void make_probabilities(td_sampler_t *sampler, const scores_t *scores)
         const bool kept = sampler->params.temperature > 0
                               ? order_key(work[i], i) >= scores->threshold &&
                                     (double)work[i] >= sampler->log_min_p
-                              : i == scores->max_id;
+                              : i == scores->max_at;
         const double weight = !kept                             ? 0
                               : sampler->params.temperature > 0 ? td_sampler_exp((double)work[i])
                                                                 : 1;
@@ -533,9 +653,10 @@ td_status_t td_sampler_draft(td_sampler_t *sampler, const float *logits, uint32_
                              uint32_t *token_out, float *chances_out)
 {
     scores_t scores = {0};
+    double score = 0;
 
     TD_TRY(make_scores(sampler, logits, banned, banned_count, &scores));
-    *token_out = draw(sampler, &scores, position, NOISE_DRAFT + (uint64_t)first);
+    *token_out = draw(sampler, &scores, position, NOISE_DRAFT + (uint64_t)first, &score);
     make_probabilities(sampler, &scores);
     memcpy(chances_out, sampler->work, sampler->vocab_size * sizeof(*chances_out));
     return TD_OK;
@@ -547,6 +668,7 @@ static uint32_t draw_residue(td_sampler_t *sampler, uint32_t draft, const float 
 {
     float *work = sampler->work;
     uint32_t best = 0;
+    double score = 0;
 
     for (uint32_t i = 0; i < sampler->vocab_size; i++) {
         const float q = chances != NULL ? chances[i] : i == draft ? 1.0f : 0.0f;
@@ -556,7 +678,7 @@ static uint32_t draw_residue(td_sampler_t *sampler, uint32_t draft, const float 
     if (work[best] == -INFINITY) {
         return draft; /* p is q but for rounding: the draft is as good a draw as any */
     }
-    return gumbel_argmax(sampler, best, order_key(-INFINITY, 0) + 1, -INFINITY, key);
+    return gumbel_argmax(sampler, best, order_key(-INFINITY, 0) + 1, -INFINITY, key, &score);
 }
 
 td_status_t td_sampler_judge(td_sampler_t *sampler, const float *logits, uint32_t position,

@@ -48,6 +48,16 @@ typedef struct td_sampled {
     td_logprob_t top[TD_TOP_LOGPROBS_MAX]; /* highest first, lowest id on ties */
 } td_sampled_t;
 
+/** A row's likeliest picks under the noise of a position: what td_sampler_pick() would pick, what
+ * it would pick without that, and so on. */
+#define TD_CANDIDATES_MAX 2u
+typedef struct td_candidates {
+    uint32_t count;
+    uint32_t tokens[TD_CANDIDATES_MAX];
+    float logits[TD_CANDIDATES_MAX];  /* as they came */
+    double scores[TD_CANDIDATES_MAX]; /* what was compared: descending */
+} td_candidates_t;
+
 typedef struct td_sampler td_sampler_t;
 
 /** Defaults: temperature 1, everything else off. */
@@ -68,6 +78,17 @@ TD_MUST_CHECK td_status_t td_sampler_pick(td_sampler_t *sampler, const float *lo
                                           uint32_t position, const uint32_t *banned,
                                           uint32_t banned_count, bool want_logprob,
                                           uint32_t top_logprobs, td_sampled_t *out);
+/** Of a row that has logits for some tokens only, and none for the others: the best ones, under the
+ * noise, bans, bias, penalties and filters that td_sampler_pick() has there. The first is what that
+ * would pick. Fewer than asked for where the filters keep no more.
+ * Shape:  tokens, logits [count], tokens ascending; 0 < count <= vocab_size. Units:  wanted
+ * 1..TD_CANDIDATES_MAX. Errors: as td_sampler_pick(). Cost: O(count) and the tokens with a penalty.
+ */
+TD_MUST_CHECK td_status_t td_sampler_candidates(td_sampler_t *sampler, const uint32_t *tokens,
+                                                const float *logits, uint32_t count,
+                                                uint32_t position, const uint32_t *banned,
+                                                uint32_t banned_count, uint32_t wanted,
+                                                td_candidates_t *out);
 /** The rejection rule: judges a draft for a position, and draws what comes in its place where it is
  * not accepted. Accepted with probability min(1, p / q), else from the normalised max(0, p - q); so
  * the token's distribution is p, that of td_sampler_pick(), but not its very choice.

@@ -73,9 +73,15 @@ def echo(options):
 
 
 def cluster(options):
-    # Confidence 0 %: a chain is as long as k, and much of it wrong.
+    # Confidence 0 %: a chain is as long as k, and much of it wrong; beside the first places stand
+    # second choices.
     return shared(options, router_args=["--allow-placement"],
-                  decode_args=["--medusa-heads", heads(options), "--draft-confidence", "0"])
+                  decode_args=["--medusa-heads", heads(options), "--medusa-confidence", "0",
+                               "--draft-tree", "all"])
+
+
+def sides(c, result):
+    return c.metrics("decode-1")[f'tandem_decode_draft_side_tokens_total{{result="{result}"}}']
 
 
 def nothing_held(c):
@@ -99,7 +105,87 @@ def test_i1_medusa_any_k_gives_the_same_tokens(options):
             got, _ = ask(c, prompt, {"drafter": "medusa"}, **sampling)  # k by its own plan
             assert got == expected, (prompt, sampling, "own k")
     assert tried > 2000, tried
+    assert sides(c, "accepted") > 50, sides(c, "accepted")
     nothing_held(c)
+
+
+@test
+def test_trees_are_verified_and_counted(options):
+    """Second choices come true, at every offset in a block, and count as what they are: one more
+    row of a step, right or wrong."""
+    c = cluster(options)
+    series = 'tandem_decode_drafter_tokens_total{{drafter="medusa",result="{}"}}'
+
+    def count():
+        metrics = c.metrics("decode-1")
+        return [metrics[series.format(result)] for result in ("accepted", "rejected")] + [
+            sides(c, result) for result in ("accepted", "rejected")]
+
+    right = wrong = 0
+    for tokens in range(1, 18):  # prompts whose ends lie anywhere in a block
+        prompt = FREE + " And" * tokens
+        more = {"max_tokens": 20, "temperature": 0.7 * (tokens % 2), "seed": tokens}
+        expected, _ = ask(c, prompt, {"drafter": "none"}, **more)
+        before = count()
+        got, details = ask(c, prompt, {"drafter": "medusa", "k": 2}, **more)
+        assert got == expected, (tokens, got, expected)
+        accepted, rejected, side_accepted, side_rejected = (
+            now - then for now, then in zip(count(), before))
+        assert details["accepted_prediction_tokens"] == accepted, (details, accepted)
+        assert details["rejected_prediction_tokens"] == rejected, (details, rejected)
+        assert side_accepted <= accepted and side_rejected <= rejected
+        assert side_accepted + side_rejected <= 2 * 20
+        right += side_accepted
+        wrong += side_rejected
+    assert right >= 10 and wrong > right, (right, wrong)
+    nothing_held(c)
+
+
+@test
+def test_i1_trees_under_a_window_and_of_another_codec(options):
+    """Blocks that no later position sees are gone from leaves' tables too; and scales are copied."""
+    with Cluster(options.bin, attention="window:64,4", kv_codec="f8_e4m3",
+                 router_args=["--allow-placement"],
+                 decode_args=["--medusa-heads", heads(options), "--draft-tree", "all"]) as c:
+        for temperature in (0, 0.8):
+            more = {"max_tokens": 64, "temperature": temperature, "seed": 4}
+            expected, _ = ask(c, COPY * 4, {"drafter": "none"}, **more)
+            for k in (1, 4):
+                got, _ = ask(c, COPY * 4, {"drafter": "medusa", "k": k}, **more)
+                assert got == expected, (temperature, k, got, expected)
+        assert sides(c, "accepted") > 5, sides(c, "accepted")
+        nothing_held(c)
+
+
+@test
+def test_i1_trees_by_the_nodes_own_measure(options):
+    """Whatever it finds worth its time, it changes nothing else."""
+    with Cluster(options.bin, kvstore=0, router_args=["--allow-placement"],
+                 decode_args=["--medusa-heads", heads(options)]) as c:
+        jobs = [(prompt, index) for prompt in (COPY, FREE) for index in range(len(SAMPLINGS))]
+        expected = {job: ask(c, job[0], {"drafter": "none"}, **SAMPLINGS[job[1]])[0]
+                    for job in jobs}
+
+        def run(prompt, index, number):
+            got, _ = ask(c, prompt, {"drafter": "medusa"}, **SAMPLINGS[index])
+            assert got == expected[(prompt, index)], (prompt[:20], index, number)
+
+        for job in jobs:
+            run(*job, "alone")
+        run_together([(*job, number) for job in jobs for number in range(3)], run)
+        series = 'tandem_decode_drafter_tokens_total{drafter="medusa",result="accepted"}'
+        assert c.metrics("decode-1")[series] > 0
+        nothing_held(c)
+
+
+@test
+def test_chains_alone_have_no_sides(options):
+    with Cluster(options.bin, kvstore=0, router_args=["--allow-placement"],
+                 decode_args=["--medusa-heads", heads(options), "--medusa-confidence", "0",
+                              "--draft-tree", "off"]) as c:
+        _, details = ask(c, FREE, {"drafter": "medusa", "k": 3}, temperature=0)
+        assert drafted(details) > 0
+        assert sides(c, "accepted") + sides(c, "rejected") == 0
 
 
 @test
@@ -150,7 +236,7 @@ def test_rejection_rule_with_medusa_keeps_the_distribution(options):
 def test_i1_preempted_with_medusa(options):
     with Cluster(options.bin, kvstore=0,
                  decode_args=["--kv-memory", str(22 * 368640), "--medusa-heads", heads(options),
-                              "--draft-confidence", "0"],
+                              "--medusa-confidence", "0", "--draft-tree", "all"],
                  router_args=["--queue-ms", "60000"]) as c:
         for _ in range(24):  # outputs are short, it learns, and promises little
             c.complete(FREE, max_tokens=4, ignore_eos=True)
@@ -164,6 +250,7 @@ def test_i1_preempted_with_medusa(options):
 
         run_together([(0, 8), (1, 5), (2, 3), (3, 1)], run)
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
+        assert sides(c, "accepted") > 0
         nothing_held(c)
 
 
@@ -184,13 +271,13 @@ def test_training_helps(options):
     """Against heads that add nothing to the state they begin with; and sure ones draft less."""
     trained = shares(cluster(options))
     with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", echo(options),
-                                                      "--draft-confidence", "0"]) as c:
+                                                      "--medusa-confidence", "0"]) as c:
         assert shares(c) < trained / 2, trained
     assert trained > 0.1, trained
     counts = []
     for percent in ("0", "95"):
         with Cluster(options.bin, kvstore=0, decode_args=["--medusa-heads", heads(options),
-                                                          "--draft-confidence", percent]) as c:
+                                                          "--medusa-confidence", percent]) as c:
             counts.append(drafted(c.complete(
                 FREE, max_tokens=48, ignore_eos=True, temperature=0,
                 speculation={"drafter": "medusa", "k": 4}).usage["completion_tokens_details"]))

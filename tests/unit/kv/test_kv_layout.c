@@ -96,12 +96,51 @@ static void test_a_codec_out_of_range_is_refused(void **state)
     assert_int_equal(td_kv_layout_check(&l), TD_ERR_INVALID);
 }
 
+/* Nothing but the tokens' bytes, and all of them. */
+static void test_copy_tokens_copies_their_slots(void **state)
+{
+    (void)state;
+
+    for (uint32_t turn = 0; turn < TD_ARRAY_LEN(shapes) * TD_KV_CODECS; turn++) {
+        td_kv_layout_t l = shapes[turn / TD_KV_CODECS];
+        const uint32_t begin = turn % 3;
+        const uint32_t end = l.block_tokens - turn % 2 * 5;
+        uint8_t *from = NULL;
+        uint8_t *to = NULL;
+        uint8_t *want = NULL;
+        l.codec = (td_kv_codec_t)(turn % TD_KV_CODECS);
+        from = malloc(td_kv_block_bytes(&l));
+        to = calloc(1, td_kv_block_bytes(&l));
+        want = calloc(1, td_kv_block_bytes(&l));
+        for (size_t i = 0; i < td_kv_block_bytes(&l); i++) {
+            from[i] = (uint8_t)(1 + i % 251);
+        }
+        for (uint32_t i = 0; i < 2 * l.layers * l.kv_heads * l.block_tokens; i++) {
+            const uint32_t token = i % l.block_tokens;
+            const uint32_t head = i / l.block_tokens % l.kv_heads;
+            const uint32_t half = i / l.block_tokens / l.kv_heads;
+            const size_t at = td_kv_offset(&l, half / 2, half % 2 == 1, head, token);
+            const size_t scale_at = td_kv_scale_offset(&l, half / 2, half % 2 == 1, head, token);
+            if (token >= begin && token < end) {
+                memcpy(want + at, from + at, td_kv_row_bytes(&l));
+                memcpy(want + scale_at, from + scale_at, td_kv_scale_bytes(l.codec));
+            }
+        }
+        td_kv_copy_tokens(&l, to, from, begin, end);
+        assert_memory_equal(to, want, td_kv_block_bytes(&l));
+        free(from);
+        free(to);
+        free(want);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_token_bytes_by_codec),
         cmocka_unit_test(test_each_byte_of_a_block_has_one_meaning),
         cmocka_unit_test(test_a_codec_out_of_range_is_refused),
+        cmocka_unit_test(test_copy_tokens_copies_their_slots),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

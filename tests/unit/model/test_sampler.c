@@ -503,6 +503,66 @@ static void test_sampler_pick_allocates_nothing_and_keeps_logits(void **state)
     td_sampler_destroy(sampler);
 }
 
+/* Among some tokens: what a pick takes of a row that has only those, then what it takes without
+ * it. */
+static void test_sampler_candidates_are_what_picks_take(void **state)
+{
+    enum { ROWS = 200 };
+    const uint32_t banned[] = {6, 9};
+    uint32_t fewer = 0;
+    (void)state;
+
+    for (uint32_t turn = 0; turn < 6 * ROWS; turn++) {
+        td_sampling_t params = defaults();
+        td_sampler_t *sampler = NULL;
+        td_logit_bias_t bias[] = {{2, 3.0f}, {3, -1.0f}, {5, -INFINITY}};
+        uint32_t prompt[] = {1, 2, 7};
+        uint32_t tokens[VOCAB];
+        float some[VOCAB];
+        float row[VOCAB];
+        uint32_t count = 0;
+        td_candidates_t got;
+        td_sampled_t want;
+
+        params.seed = turn;
+        params.temperature = turn % 6 == 0 ? 0 : 0.8f;
+        params.top_k = turn % 6 == 1 ? 1 + turn % 4 : 0;
+        params.top_p = turn % 6 == 2 ? 0.6f : 1;
+        params.min_p = turn % 6 == 3 ? 0.3f : 0;
+        params.frequency_penalty = turn % 6 >= 4 ? 0.7f : 0;
+        params.repetition_penalty = turn % 6 == 5 ? 1.3f : 1;
+        params.logit_bias = turn % 2 == 1 ? bias : NULL;
+        params.logit_bias_count = turn % 2 == 1 ? TD_ARRAY_LEN(bias) : 0;
+        sampler = create_sized(&params, VOCAB, prompt, TD_ARRAY_LEN(prompt));
+        td_sampler_accept(sampler, 7);
+        for (uint32_t i = 0; i < VOCAB; i++) {
+            row[i] = -INFINITY;
+            if ((i * 7 + turn) % 3 != 0) {
+                row[i] = (float)((i * 2654435761u + turn * 40503u) >> 8 & 1023u) / 256;
+                tokens[count] = i;
+                some[count++] = row[i];
+            }
+        }
+        assert_int_equal(
+            td_sampler_candidates(sampler, tokens, some, count, turn, banned, 2, 2, &got), TD_OK);
+        assert_true(got.count >= 1 && got.count <= 2);
+        fewer += got.count < 2;
+        assert_int_equal(td_sampler_pick(sampler, row, turn, banned, 2, false, 0, &want), TD_OK);
+        assert_int_equal(got.tokens[0], want.token);
+        assert_true(got.logits[0] == row[want.token]);
+        if (got.count == 2 && turn % 6 != 1 && turn % 6 != 2 && turn % 6 != 3) {
+            /* Filters look at the row, and the row without it is another one. */
+            row[want.token] = -INFINITY;
+            assert_int_equal(td_sampler_pick(sampler, row, turn, banned, 2, false, 0, &want),
+                             TD_OK);
+            assert_int_equal(got.tokens[1], want.token);
+            assert_true(got.scores[0] >= got.scores[1]);
+        }
+        td_sampler_destroy(sampler);
+    }
+    assert_true(fewer > ROWS / 8);
+}
+
 static void test_logits_hash_sees_every_bit(void **state)
 {
     float row[VOCAB];
@@ -532,6 +592,7 @@ int main(void)
         cmocka_unit_test(test_sampler_logprobs_are_the_models_own),
         cmocka_unit_test(test_sampler_create_checks_every_range),
         cmocka_unit_test(test_sampler_pick_allocates_nothing_and_keeps_logits),
+        cmocka_unit_test(test_sampler_candidates_are_what_picks_take),
         cmocka_unit_test(test_logits_hash_sees_every_bit),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
