@@ -280,6 +280,7 @@ static json_t *node_json(const PB(Node) * n)
     put_text(o, "role", n->role);
     put_text(o, "state", state_name(n->state));
     put(o, "drained", json_boolean(n->drained));
+    put(o, "shunned", json_boolean(n->shunned));
     put_hex(o, "incarnation", n->incarnation);
     put_text(o, "endpoint", n->endpoint);
     put_text(o, "http", n->http);
@@ -317,7 +318,8 @@ static void show_nodes(const PB(Nodes) * nodes, bool json, FILE *out)
         }
         cell(&t, "%s", n->id);
         cell(&t, "%s%s", n->role, n->store_master ? " (master)" : "");
-        cell(&t, "%s%s", state_name(n->state), n->drained ? " (by order)" : "");
+        cell(&t, "%s%s%s", state_name(n->state), n->drained ? " (by order)" : "",
+             n->shunned ? ", shunned" : "");
         cell(&t, "%" PRIu64, n->silent_ms);
         cell(&t, "%u", n->free_blocks);
         cell(&t, "%u", n->total_blocks);

@@ -190,6 +190,7 @@ static void fill_node(const rtr_node_t *n, bool is_master, node_view_t *out)
     pb->promised_blocks = n->promised_blocks;
     pb->tokens_per_s = n->beat.tokens_per_s;
     pb->drained = n->drained;
+    pb->shunned = rtr_breaker_is_open(&n->breaker, td_now_ns());
     pb->store_master = is_master;
     pb->drafters = out->drafters;
     for (uint32_t i = 0; i < TD_DRAFTER_KINDS; i++) {

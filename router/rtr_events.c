@@ -56,6 +56,6 @@ const char *rtr_event_kind_name(rtr_event_kind_t kind)
 {
     static const char *const names[RTR_EVENT_KINDS] = {"node_up",        "node_down", "node_drains",
                                                        "drained",        "undrained", "failover",
-                                                       "request_failed", "policy"};
+                                                       "request_failed", "breaker",   "policy"};
     return names[kind];
 }

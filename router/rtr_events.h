@@ -19,7 +19,8 @@ typedef enum rtr_event_kind {
     RTR_EVENT_UNDRAINED,
     RTR_EVENT_FAILOVER,
     RTR_EVENT_REQUEST_FAILED,
-    RTR_EVENT_POLICY, /* of placement, set by an operator */
+    RTR_EVENT_BREAKER, /* opened, or forgiven */
+    RTR_EVENT_POLICY,  /* of placement, set by an operator */
     RTR_EVENT_KINDS
 } rtr_event_kind_t;
 

@@ -51,6 +51,8 @@ static const struct {
      "New attempts after a failure on a node."},
     {AT(failovers), td_metrics_counter, "tandem_router_failovers_total", NULL,
      "Of them, those that go on behind tokens that an earlier attempt gave."},
+    {AT(breakers_opened), td_metrics_counter, "tandem_router_breakers_opened_total", NULL,
+     "Times that a node had failed so often in a row that it was left alone for a while."},
     {AT(slo_ttft), td_metrics_counter, "tandem_router_slo_refusals_total", "slo=\"ttft\"",
      "Requests refused because they were predicted to miss their objective."},
     {AT(slo_tbt), td_metrics_counter, "tandem_router_slo_refusals_total", "slo=\"tbt\"", ""},

@@ -11,6 +11,7 @@
 
 #include "common/kv/td_attention_mask.h"
 #include "common/wire/td_bus.h"
+#include "router/rtr_breaker.h"
 #include "router/rtr_events.h"
 #include "router/rtr_hints.h"
 #include "router/rtr_metrics.h"
@@ -45,6 +46,7 @@ typedef struct rtr_node {
     /* What its work takes, learned by rtr_tickets. */
     rtr_estimate_t prefill_time;
     rtr_estimate_t tbt;
+    rtr_breaker_t breaker;
 } rtr_node_t;
 
 typedef struct rtr_registry_config {

@@ -1,5 +1,6 @@
 #include "router/rtr_tickets.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -468,6 +469,7 @@ static bool node_allowed(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t
                          td_role_t role, bool also_avoided)
 {
     const char *pinned = pinned_of(t, role);
+    const uint64_t now = td_now_ns();
 
     if (!node->live || node->drained || node->beat.draining || node->role != role ||
         rtr_slot_has(&t->tried, slot)) {
@@ -476,8 +478,9 @@ static bool node_allowed(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t
     if (pinned[0] != '\0') {
         return strcmp(pinned, node->id) == 0;
     }
-    return also_avoided || (!rtr_slot_has(&t->avoid, slot) &&
-                            td_now_ns() - node->seen_ns < STALE_MS * TD_NS_PER_MS);
+    return also_avoided ||
+           (!rtr_slot_has(&t->avoid, slot) && !rtr_breaker_is_open(&node->breaker, now) &&
+            now - node->seen_ns < STALE_MS * TD_NS_PER_MS);
 }
 
 static rtr_place_ask_t ask_of(const rtr_tickets_t *ts, const rtr_ticket_t *t)
@@ -552,6 +555,8 @@ static void hold(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_prefill_choice_t 
     t->decode = (leg_t){.slot = decode, .incarnation = d->incarnation, .held = true};
     d->sequences += t->req->params.n;
     d->promised_blocks += t->need_blocks;
+    rtr_breaker_placed(&p->breaker, td_now_ns());
+    rtr_breaker_placed(&d->breaker, td_now_ns());
 }
 
 /* For the decode node that was found: others offer other drafters, at other costs. */
@@ -893,6 +898,32 @@ static bool is_request_fault(td_status_t status)
     return status == TD_ERR_INVALID || status == TD_ERR_TOO_LARGE || status == TD_ERR_UNSUPPORTED;
 }
 
+static void note_failure(rtr_tickets_t *ts, uint32_t slot, const char *what)
+{
+    rtr_node_t *node = rtr_registry_node(ts->config.registry, slot);
+
+    if (rtr_breaker_failed(&node->breaker, td_now_ns())) {
+        TD_LOG_WARN("node shunned", "node=%s failures=%u for_ms=%" PRIu64, node->id,
+                    node->breaker.failures, node->breaker.open_ms);
+        td_metric_add(ts->config.metrics->breakers_opened, 1);
+        rtr_events_add(ts->config.events, RTR_EVENT_BREAKER, node->id, "", what);
+    }
+}
+
+static void note_success(rtr_tickets_t *ts, const leg_t *leg)
+{
+    rtr_node_t *node = NULL;
+
+    if (leg->slot == RTR_PLACE_NONE) {
+        return;
+    }
+    node = rtr_registry_node(ts->config.registry, leg->slot);
+    if (node->incarnation == leg->incarnation && rtr_breaker_succeeded(&node->breaker)) {
+        TD_LOG_INFO("node forgiven", "node=%s", node->id);
+        rtr_events_add(ts->config.events, RTR_EVENT_BREAKER, node->id, "", "forgiven");
+    }
+}
+
 /* An attempt has failed. culprit: the slot to keep away from, or RTR_PLACE_NONE. */
 static void ticket_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, uint32_t culprit,
                           const char *what)
@@ -911,6 +942,7 @@ static void ticket_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status
     }
     if (culprit != RTR_PLACE_NONE) {
         rtr_slot_add(&t->avoid, culprit);
+        note_failure(ts, culprit, what);
     }
     if (t->failures >= RTR_RETRIES_MAX || t->retries >= RTR_FAILOVERS_MAX) {
         request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 502, "upstream_error",
@@ -1062,6 +1094,8 @@ static void ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
 
     u->prompt_tokens += prompt_of(t)->count;
     u->completion_tokens += received_tokens(t);
+    note_success(ts, &t->prefill);
+    note_success(ts, &t->decode);
     trace_end(ts, t, "ok");
     u->cached_local_tokens += t->usage.cached_local_tokens;
     u->cached_store_tokens += t->usage.cached_store_tokens;
@@ -1423,6 +1457,7 @@ static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
         uint32_t left = 0;
         TD_LOG_WARN("no answer to reserve", "req=%s node=%s", t->req->request_id,
                     rtr_registry_node(ts->config.registry, slot)->id);
+        note_failure(ts, slot, "no answer to reserve");
         attempt_end(ts, t, true);
         rtr_slot_add(&t->tried, slot);
         t->retries++;

@@ -10,7 +10,7 @@
 #include "router/rtr_placement.h"
 #include "router/rtr_request.h"
 
-#define RTR_TRACE_MAX 512u         /* decisions kept */
+#define RTR_TRACE_MAX 512u          /* decisions kept */
 #define RTR_TRACE_CANDIDATES_MAX 8u /* of a role, in a decision: the chosen one, and others */
 
 typedef struct rtr_trace_prefill {

@@ -724,6 +724,71 @@ static void test_a_request_that_would_miss_its_objective_is_refused(void **state
     assert_at_rest(fx);
 }
 
+/* --- nodes that fail again and again -----------------------------------------------------------
+ */
+
+/* A whole request through these nodes, whose decode leg fails or not. */
+static void try_one(fixture_t *fx, node_t *prefill, node_t *decode, node_t *other, bool fails)
+{
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    if (fails) {
+        send_end(decode, run.ticket, run.attempt, TD_ERR_NO_MEMORY);
+        run = start_attempt(fx, prefill, other);
+    }
+    finish_well(prefill, fails ? other : decode, run);
+    wait_end(fx, req);
+    assert_int_equal(req->http_status, 200);
+}
+
+static void test_a_node_that_fails_again_and_again_is_left_alone(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    node_t *other = add_node(fx, TD_ROLE_DECODE, "d2");
+    rtr_registry_t *reg = rtr_loop_registry(fx->loop);
+    rtr_node_t *node =
+        rtr_registry_node(reg, rtr_registry_find(reg, "d1", td_bus_incarnation(decode->bus)));
+
+    rtr_tickets_set_policy(rtr_loop_tickets(fx->loop), RTR_POLICY_ROUND_ROBIN);
+    while (td_metric_get(fx->metrics.breakers_opened) == 0) {
+        /* Whichever is next in turn: only d1 fails. */
+        rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+        node_t *first = NULL;
+        while (node->sequences == 0 && rtr_registry_node(reg, 2)->sequences == 0) {
+            spin(fx, NULL);
+        }
+        first = node->sequences > 0 ? decode : other;
+        running_t run = start_attempt(fx, prefill, first);
+        if (first == decode) {
+            send_end(decode, run.ticket, run.attempt, TD_ERR_NO_MEMORY);
+            run = start_attempt(fx, prefill, other);
+        }
+        finish_well(prefill, other, run);
+        wait_end(fx, req);
+        assert_int_equal(req->http_status, 200);
+    }
+    assert_int_equal(node->breaker.failures, RTR_BREAKER_FAILURES);
+    for (uint32_t i = 0; i < 4; i++) {
+        try_one(fx, prefill, other, NULL, false);
+    }
+    node->breaker.until_ns = td_now_ns(); /* the second is over: one request tries */
+    while (node->breaker.failures > 0) {
+        rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+        node_t *first = NULL;
+        while (node->sequences == 0 && rtr_registry_node(reg, 2)->sequences == 0) {
+            spin(fx, NULL);
+        }
+        first = node->sequences > 0 ? decode : other;
+        finish_well(prefill, first, start_attempt(fx, prefill, first));
+        wait_end(fx, req);
+    }
+    assert_false(rtr_breaker_is_open(&node->breaker, td_now_ns()));
+    assert_at_rest(fx);
+}
+
 /* --- nodes that drain --------------------------------------------------------------------------
  */
 
@@ -1495,6 +1560,7 @@ int main(void)
         T(test_a_request_the_node_cannot_do_is_400),
         T(test_a_decode_death_before_the_first_token_goes_unnoticed),
         T(test_a_request_that_would_miss_its_objective_is_refused),
+        T(test_a_node_that_fails_again_and_again_is_left_alone),
         T(test_a_draining_node_gets_nothing_new),
         T(test_i9_a_stream_goes_on_behind_a_decode_death),
         T(test_i9_choices_that_ended_are_not_begun_again),
