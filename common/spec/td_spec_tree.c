@@ -101,7 +101,7 @@ void td_spec_choose(const double *curve, uint32_t rows_max, uint32_t rows, doubl
         expected += next->next;
         take(next);
         now++;
-        if (expected / (curve[now] + spent_ns) > most) {
+        if (expected / (curve[now] + spent_ns) > most * TD_SPEC_GAIN_MIN) {
             most = expected / (curve[now] + spent_ns);
             worth = n;
         }

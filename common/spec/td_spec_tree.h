@@ -32,7 +32,8 @@ typedef struct td_spec_tree {
 _Static_assert(TD_DRAFT_TOKENS_MAX <= 32, "a bit for each place");
 
 /** Chooses the nodes that give the most tokens in the step's time, of all beginnings of the nodes
- * in order, the likeliest first. A leaf comes after the draft that it stands beside.
+ * in order, the likeliest first. One that is longer must be worth TD_SPEC_GAIN_MIN: rows' times
+ * are measured, and less is their noise. A leaf comes after the draft that it stands beside.
  * Shape:  curve as td_step_cost_curve() gives it, for rows_max. trees [count].
  * Units:  rows: of the step without these nodes; tokens: that it is expected to give; spent_ns: its
  * time besides the pass. */
