@@ -11,6 +11,7 @@
 #define PB(type) Tandem__Admin__V1__##type
 #define CODE(name) TANDEM__ADMIN__V1__CODE__##name
 #define REQUESTS_PER_STEP 32u
+#define STEP_NS (5 * TD_NS_PER_MS) /* after that the router's own work comes first */
 #define STORE_MS 2000u
 #define LEASE_MS_MIN 1000u
 #define LEASE_MS_MAX 600000u
@@ -622,15 +623,16 @@ static void note_refused(rtr_admin_t *a)
     }
 }
 
-static void take_requests(rtr_admin_t *a)
+/* True: there may be more. */
+static bool take_requests(rtr_admin_t *a, uint64_t began_ns)
 {
     rtr_admin_name_t from;
 
-    for (uint32_t i = 0; i < REQUESTS_PER_STEP; i++) {
+    for (uint32_t i = 0; i < REQUESTS_PER_STEP && td_now_ns() - began_ns < STEP_NS; i++) {
         PB(Request) *r = NULL;
         td_status_t status = rtr_admin_socket_recv(a->socket, &from, &a->body);
         if (status == TD_ERR_NOT_FOUND) {
-            return;
+            return false;
         }
         if (status == TD_OK) {
             r = tandem__admin__v1__request__unpack(NULL, a->body.len,
@@ -644,14 +646,16 @@ static void take_requests(rtr_admin_t *a)
         answer(a, &from, r);
         tandem__admin__v1__request__free_unpacked(r, NULL);
     }
+    return true;
 }
 
-void rtr_admin_step(rtr_admin_t *a)
+bool rtr_admin_step(rtr_admin_t *a)
 {
     const uint64_t now = td_now_ns();
+    bool more = false;
 
     rtr_admin_socket_admit(a->socket);
-    take_requests(a);
+    more = take_requests(a, now);
     for (uint32_t i = 0; i < RTR_ADMIN_ASKS_MAX; i++) {
         ask_t *ask = &a->asks[i];
         if (ask->request != 0 && now >= ask->deadline_ns) {
@@ -660,4 +664,5 @@ void rtr_admin_step(rtr_admin_t *a)
         }
     }
     tell_subscribers(a, now);
+    return more;
 }
