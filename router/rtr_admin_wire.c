@@ -525,6 +525,18 @@ static bool send_events(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id,
     return send_reply(a, to, &reply);
 }
 
+/* Where a client goes on. A number that is yet to come is of another life of the router: all that
+ * is kept of this one is new to the client. */
+static uint64_t next_of(const rtr_admin_t *a, uint64_t since)
+{
+    const uint64_t newest = rtr_events_newest(a->config.events);
+
+    if (since == 0) {
+        return newest + 1;
+    }
+    return since <= newest + 1 ? since : rtr_events_oldest(a->config.events);
+}
+
 /* The client's own place, if it asks again, or a free one. */
 static subscriber_t *place_of(rtr_admin_t *a, const rtr_admin_name_t *from, uint64_t now)
 {
@@ -545,8 +557,7 @@ static void subscribe(rtr_admin_t *a, const rtr_admin_name_t *from, uint64_t id,
                       const PB(SubscribeRequest) * r)
 {
     const uint64_t now = td_now_ns();
-    const uint64_t newest = rtr_events_newest(a->config.events);
-    uint64_t next = r->since == 0 ? newest + 1 : TD_MIN(r->since, newest + 1);
+    uint64_t next = next_of(a, r->since);
     subscriber_t *s = NULL;
 
     if (r->lease_ms != 0 && (r->lease_ms < LEASE_MS_MIN || r->lease_ms > LEASE_MS_MAX)) {

@@ -178,6 +178,8 @@ def test_events_come_in_order_and_as_they_happen(options):
         shown = [json.loads(line) for line in ctl(c, "--json", "events").splitlines()]
         assert [event["number"] for event in shown] == list(range(1, number + 1))
         assert ctl(c, "events", "--since", str(down.number)).splitlines()[0].split()[2] == "node_down"
+        later = admin.subscribe(since=number + 1000)  # a number of an earlier life
+        assert [event.number for event in later.events] == list(range(1, number + 1))
         many = [Admin(keys_of(c)) for _ in range(16)]
         try:
             for each in many:
@@ -285,6 +287,12 @@ def test_tandemctl_says_what_is_wrong(options):
         assert text in ctl(c, *args, code=2), args
     help_text = ctl(c, "--help")
     assert all(name in help_text for name in ("drain NODE", "--json", "--watch"))
+    hollow = os.path.join(c.run_dir, "hollow")
+    os.mkdir(hollow)
+    assert "hollow/router.pub: No such file" in ctl(c, "--keys", hollow, "nodes", code=1)
+    with open(os.path.join(hollow, "router.pub"), "w", encoding="ascii"):
+        pass
+    assert "hollow/router.pub: a line of text is expected" in ctl(c, "--keys", hollow, "nodes", code=1)
     key = os.path.join(c.run_dir, "other.key")
     public = ctl(c, "keygen", key).strip()
     with open(key, encoding="ascii") as file:
