@@ -317,6 +317,8 @@ static bool read_line(const char *folder, const char *name, char *out, size_t ro
     (void)fclose(file);
     if (got) {
         out[strcspn(out, "\r\n")] = '\0';
+    } else {
+        (void)fprintf(stderr, "tandemctl: %s: a line of text is expected\n", path);
     }
     return got;
 }

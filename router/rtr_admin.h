@@ -42,7 +42,8 @@ void rtr_admin_destroy(rtr_admin_t *admin); /* NULL is allowed */
 const char *rtr_admin_endpoint(const rtr_admin_t *admin);
 /** Descriptors to wait for. */
 void rtr_admin_fds(const rtr_admin_t *admin, int out[RTR_ADMIN_FDS]);
-/** Takes what clients sent, a bounded part of it, and tells subscribers what is new. */
-void rtr_admin_step(rtr_admin_t *admin);
+/** Takes what clients sent, a bounded part of it, and tells subscribers what is new. True: there
+ * may be more, so the next step shall come at once. */
+bool rtr_admin_step(rtr_admin_t *admin);
 /** True when the message answers what was asked for a client. */
 bool rtr_admin_handle(rtr_admin_t *admin, const td_msg_t *msg);

@@ -43,42 +43,64 @@ static td_status_t write_file(const char *folder, const char *name, const char *
 {
     char path[PATH_MAX_CHARS];
     FILE *file = NULL;
+    bool bad = false;
     int fd = -1;
 
     if (!path_of(path, folder, name)) {
         return TD_ERR_INVALID;
     }
     fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    file = fd < 0 ? NULL : fdopen(fd, "w");
-    if (file == NULL || fprintf(file, "%s\n", text) < 0 || fclose(file) != 0) {
+    if (fd < 0) {
         TD_LOG_ERROR("admin key not written", "file=%s err=\"%m\"", path);
+        return TD_ERR_IO;
+    }
+    file = fdopen(fd, "w");
+    bad = file == NULL || fprintf(file, "%s\n", text) < 0;
+    bad = (file != NULL ? fclose(file) : close(fd)) != 0 || bad;
+    if (bad) {
+        TD_LOG_ERROR("admin key not written", "file=%s err=\"%m\"", path);
+        (void)unlink(path);
         return TD_ERR_IO;
     }
     return TD_OK;
 }
 
-/* Keys of a new folder: the router's, and one client's who is on the list. */
+static void remove_file(const char *folder, const char *name)
+{
+    char path[PATH_MAX_CHARS];
+
+    if (path_of(path, folder, name)) {
+        (void)unlink(path);
+    }
+}
+
+/* Keys of a new folder: the router's, and one client's who is on the list. All of them or none: of
+ * some, the next start could not make the others. */
 static td_status_t make_keys(const char *folder)
 {
     char router_public[Z85_CHARS + 1];
     char router_secret[Z85_CHARS + 1];
     char client_public[Z85_CHARS + 1];
     char client_secret[Z85_CHARS + 1];
+    const char *const files[][2] = {
+        {"admin.key", client_secret},
+        {"allow", client_public},
+        {"router.pub", router_public},
+        {"router.key", router_secret}, /* last: then all are there */
+    };
     td_status_t status = TD_OK;
+    uint32_t written = 0;
 
     if (zmq_curve_keypair(router_public, router_secret) != 0 ||
         zmq_curve_keypair(client_public, client_secret) != 0) {
         return TD_ERR_IO;
     }
-    status = write_file(folder, "admin.key", client_secret);
-    if (status == TD_OK) {
-        status = write_file(folder, "allow", client_public);
+    while (status == TD_OK && written < TD_ARRAY_LEN(files)) {
+        status = write_file(folder, files[written][0], files[written][1]);
+        written += status == TD_OK;
     }
-    if (status == TD_OK) {
-        status = write_file(folder, "router.pub", router_public);
-    }
-    if (status == TD_OK) {
-        status = write_file(folder, "router.key", router_secret); /* last: then all are there */
+    while (status != TD_OK && written > 0) {
+        remove_file(folder, files[--written][0]);
     }
     sodium_memzero(router_secret, sizeof(router_secret));
     sodium_memzero(client_secret, sizeof(client_secret));

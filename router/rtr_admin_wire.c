@@ -11,6 +11,7 @@
 #define PB(type) Tandem__Admin__V1__##type
 #define CODE(name) TANDEM__ADMIN__V1__CODE__##name
 #define REQUESTS_PER_STEP 32u
+#define STEP_NS (5 * TD_NS_PER_MS) /* after that the router's own work comes first */
 #define STORE_MS 2000u
 #define LEASE_MS_MIN 1000u
 #define LEASE_MS_MAX 600000u
@@ -634,6 +635,18 @@ static bool send_events(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id,
     return send_reply(a, to, &reply);
 }
 
+/* Where a client goes on. A number that is yet to come is of another life of the router: all that
+ * is kept of this one is new to the client. */
+static uint64_t next_of(const rtr_admin_t *a, uint64_t since)
+{
+    const uint64_t newest = rtr_events_newest(a->config.events);
+
+    if (since == 0) {
+        return newest + 1;
+    }
+    return since <= newest + 1 ? since : rtr_events_oldest(a->config.events);
+}
+
 /* The client's own place, if it asks again, or a free one. */
 static subscriber_t *place_of(rtr_admin_t *a, const rtr_admin_name_t *from, uint64_t now)
 {
@@ -654,8 +667,7 @@ static void subscribe(rtr_admin_t *a, const rtr_admin_name_t *from, uint64_t id,
                       const PB(SubscribeRequest) * r)
 {
     const uint64_t now = td_now_ns();
-    const uint64_t newest = rtr_events_newest(a->config.events);
-    uint64_t next = r->since == 0 ? newest + 1 : TD_MIN(r->since, newest + 1);
+    uint64_t next = next_of(a, r->since);
     subscriber_t *s = NULL;
 
     if (r->lease_ms != 0 && (r->lease_ms < LEASE_MS_MIN || r->lease_ms > LEASE_MS_MAX)) {
@@ -735,15 +747,16 @@ static void note_refused(rtr_admin_t *a)
     }
 }
 
-static void take_requests(rtr_admin_t *a)
+/* True: there may be more. */
+static bool take_requests(rtr_admin_t *a, uint64_t began_ns)
 {
     rtr_admin_name_t from;
 
-    for (uint32_t i = 0; i < REQUESTS_PER_STEP; i++) {
+    for (uint32_t i = 0; i < REQUESTS_PER_STEP && td_now_ns() - began_ns < STEP_NS; i++) {
         PB(Request) *r = NULL;
         td_status_t status = rtr_admin_socket_recv(a->socket, &from, &a->body);
         if (status == TD_ERR_NOT_FOUND) {
-            return;
+            return false;
         }
         if (status == TD_OK) {
             r = tandem__admin__v1__request__unpack(NULL, a->body.len,
@@ -757,14 +770,16 @@ static void take_requests(rtr_admin_t *a)
         answer(a, &from, r);
         tandem__admin__v1__request__free_unpacked(r, NULL);
     }
+    return true;
 }
 
-void rtr_admin_step(rtr_admin_t *a)
+bool rtr_admin_step(rtr_admin_t *a)
 {
     const uint64_t now = td_now_ns();
+    bool more = false;
 
     rtr_admin_socket_admit(a->socket);
-    take_requests(a);
+    more = take_requests(a, now);
     for (uint32_t i = 0; i < RTR_ADMIN_ASKS_MAX; i++) {
         ask_t *ask = &a->asks[i];
         if (ask->request != 0 && now >= ask->deadline_ns) {
@@ -773,4 +788,5 @@ void rtr_admin_step(rtr_admin_t *a)
         }
     }
     tell_subscribers(a, now);
+    return more;
 }

@@ -1,7 +1,7 @@
-/* rtr_breaker.h - a node that fails one attempt after the other is left alone for a while, then tried
- * with one request at a time, and forgiven once one succeeds (Nygard, "Release It!", 2007, "Circuit
- * Breaker"). It goes on with what it has, and where there is no other it is asked all the same.
- * Pure: the time is passed in. Threads: any (plain values). */
+/* rtr_breaker.h - a node that fails one attempt after the other is left alone for a while, then
+ * tried with one request at a time, and forgiven once one succeeds (Nygard, "Release It!", 2007,
+ * "Circuit Breaker"). It goes on with what it has, and where there is no other it is asked all the
+ * same. Pure: the time is passed in. Threads: any (plain values). */
 #pragma once
 
 #include <stdbool.h>

@@ -21,6 +21,7 @@ struct rtr_loop {
     rtr_events_t *events;
     rtr_trace_t *trace;
     rtr_admin_t *admin;      /* NULL: there is none */
+    bool admin_waits;        /* its step was full: the next one comes at once */
     atomic_bool gone_marked; /* release: a request's mark precedes it; acquire: the loop looks */
 };
 
@@ -217,7 +218,7 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
     if (rtr_tickets_running(loop->tickets) > 0) {
         timeout_ms = TD_MIN(timeout_ms, BUSY_TICK_MS);
     }
-    td_bus_wait(loop->config.bus, fds, count, timeout_ms, readable);
+    td_bus_wait(loop->config.bus, fds, count, loop->admin_waits ? 0 : timeout_ms, readable);
     drain_messages(loop);
     if (readable[0]) {
         drain_inbox(loop, REQUESTS_PER_STEP);
@@ -230,7 +231,7 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
     rtr_tickets_tick(loop->tickets);
     rtr_drafters_tick(loop->drafters);
     if (loop->admin != NULL) {
-        rtr_admin_step(loop->admin);
+        loop->admin_waits = rtr_admin_step(loop->admin);
     }
     return signal_fd >= 0 && readable[2];
 }

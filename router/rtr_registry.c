@@ -434,7 +434,7 @@ static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t 
         *replaced_out = node->live;
         td_str_fini(&node->ucx_address);
         td_str_fini(&node->ucx_rkey);
-        *node = (rtr_node_t){.drained = node->drained,
+        *node = (rtr_node_t){.drained = node->drained && strcmp(node->id, r->self.id) == 0,
                              .backlog = node->backlog,
                              .sequences = node->sequences,
                              .decoding = node->decoding,

@@ -241,17 +241,25 @@ static void decode_release(rtr_tickets_t *ts, rtr_ticket_t *t)
     }
 }
 
+/* Does that very life of its node live? */
+static bool is_live(const rtr_tickets_t *ts, const leg_t *leg)
+{
+    const rtr_node_t *node =
+        leg->slot == RTR_PLACE_NONE ? NULL : rtr_registry_node(ts->config.registry, leg->slot);
+
+    return node != NULL && node->live && node->incarnation == leg->incarnation;
+}
+
 static void send_cancel(rtr_tickets_t *ts, const rtr_ticket_t *t, const leg_t *leg)
 {
     td_msg_t msg = {.type = TD_MSG_CANCEL, .u.ticket = {.ticket = t->id, .attempt = t->attempt}};
     const rtr_node_t *node = NULL;
 
-    if (leg->slot == RTR_PLACE_NONE) {
+    if (!is_live(ts, leg)) {
         return;
     }
     node = rtr_registry_node(ts->config.registry, leg->slot);
-    if (node->incarnation == leg->incarnation && node->live &&
-        td_bus_send(ts->config.bus, node->id, &msg) != TD_OK) {
+    if (td_bus_send(ts->config.bus, node->id, &msg) != TD_OK) {
         TD_LOG_WARN("cancel not sent", "req=%s node=%s", t->req->request_id, node->id);
     }
 }
@@ -739,6 +747,9 @@ static void ticket_wait(rtr_tickets_t *ts, rtr_ticket_t *t)
                      "The server is full, and so is its queue. Try again later.");
         return;
     }
+    if (t->retries > 0) { /* what it took until then is not its wait */
+        t->queue_deadline_ns = td_now_ns() + ts->config.queue_ms * TD_NS_PER_MS;
+    }
     if (begun) {
         TAILQ_INSERT_HEAD(&ts->queue, t, queue_link);
     } else {
@@ -801,7 +812,8 @@ static uint64_t count_need(const rtr_tickets_t *ts, const rtr_ticket_t *t)
 }
 
 /* True when the request was refused: it is predicted to miss its objective. Only before its first
- * try, so also while it waits: then the time that is left is shorter. */
+ * try, so also while it waits: then the time that is left is shorter. Not one that has part of its
+ * answer, if of another of its prompts. */
 static bool refuse_by_slo(rtr_tickets_t *ts, const rtr_ticket_t *t,
                           const rtr_prefill_choice_t *prefill, const rtr_decode_choice_t *decode)
 {
@@ -815,7 +827,7 @@ static bool refuse_by_slo(rtr_tickets_t *ts, const rtr_ticket_t *t,
     rtr_admission_t verdict = RTR_ADMIT;
     char text[160];
 
-    if (t->retries > 0 || has_begun(t)) {
+    if (t->retries > 0 || t->req->first_token_seen) {
         return false;
     }
     verdict = rtr_admit(&ask, &retry_after_s);
@@ -931,7 +943,7 @@ static void ticket_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status
     trace_end(ts, t, what);
     TD_LOG_WARN("attempt failed", "req=%s attempt=%u what=\"%s\" status=%s", t->req->request_id,
                 t->attempt, what, td_status_name(status));
-    if (is_request_fault(status)) {
+    if (is_request_fault(status) && !has_begun(t)) { /* else others can, if not this one */
         request_fail(ts, t->req, RTR_OUTCOME_BAD_REQUEST, 400, NULL,
                      "The model cannot serve this request as it is.");
         return;
@@ -959,7 +971,6 @@ static void ticket_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status
             ts->config.events, RTR_EVENT_FAILOVER,
             culprit == RTR_PLACE_NONE ? "" : rtr_registry_node(ts->config.registry, culprit)->id,
             t->req->request_id, what);
-        t->queue_deadline_ns = td_now_ns() + ts->config.queue_ms * TD_NS_PER_MS;
     }
     memset(&t->tried, 0, sizeof(t->tried));
     ticket_place(ts, t);
@@ -1101,7 +1112,9 @@ static void ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
     u->cached_store_tokens += t->usage.cached_store_tokens;
     u->accepted_draft_tokens += t->usage.accepted_draft_tokens;
     u->rejected_draft_tokens += t->usage.rejected_draft_tokens;
-    rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
+    if (is_live(ts, &t->decode)) { /* else what it held was forgotten, and is gone */
+        rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
+    }
     rtr_drafters_answered(ts->config.drafters, t->tenant, t->prompt_class, prompt_of(t)->hash,
                           &t->report);
     ticket_destroy(ts, t, false);
@@ -1465,7 +1478,7 @@ static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
             left +=
                 node_allowed(t, rtr_registry_node(ts->config.registry, i), i, TD_ROLE_DECODE, true);
         }
-        if (left == 0) {
+        if (left == 0 && !has_begun(t)) {
             request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "no_answer",
                          "No decode node answers.");
         } else {

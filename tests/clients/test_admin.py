@@ -204,6 +204,8 @@ def test_events_come_in_order_and_as_they_happen(options):
         shown = [json.loads(line) for line in ctl(c, "--json", "events").splitlines()]
         assert [event["number"] for event in shown] == list(range(1, number + 1))
         assert ctl(c, "events", "--since", str(down.number)).splitlines()[0].split()[2] == "node_down"
+        later = admin.subscribe(since=number + 1000)  # a number of an earlier life
+        assert [event.number for event in later.events] == list(range(1, number + 1))
         many = [Admin(keys_of(c)) for _ in range(16)]
         try:
             for each in many:
@@ -263,6 +265,44 @@ def test_what_is_no_request_is_refused_and_hurts_nobody(options):
 
 
 @test
+def test_orders_that_take_long_do_not_hold_up_requests(options):
+    """Forty prompts to hash, each of which takes the router's loop longer than a token takes."""
+    c = cluster(options)
+    admin = Admin(keys_of(c))
+    prompt = "a" * 250000
+    ids = [admin.send(store=admin.pb.StoreRequest(action=admin.pb.UNPIN, prompt=prompt))
+           for _ in range(40)]
+    answered = [admin.receive().id]  # they have begun
+    assert c.complete("Hi", max_tokens=2).status == 200
+    while admin.socket.poll(0):
+        answered.append(admin.receive().id)
+    assert len(answered) < 32, len(answered)
+    while len(answered) < len(ids):
+        answered.append(admin.receive().id)
+    assert sorted(answered) == ids
+    admin.close()
+
+
+@test
+def test_keys_are_made_all_or_none(options):
+    """A folder with a list of clients, but no key of the router's: the list stays the operator's."""
+    c = cluster(options)
+    folder = os.path.join(c.run_dir, "half")
+    os.mkdir(folder, 0o700)
+    with open(os.path.join(folder, "allow"), "w", encoding="ascii") as file:
+        file.write("# nobody yet\n")
+    with open(f"/proc/{c.pids()['router']}/cmdline", encoding="utf-8") as file:
+        command = file.read().split("\0")[:-1]
+    for option, value in (("--http", "127.0.0.1:0"), ("--listen", "tcp://127.0.0.1:*"),
+                          ("--admin-keys", folder)):
+        command[command.index(option) + 1] = value
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=c.env,
+                          check=False, timeout=60)
+    assert done.returncode != 0 and b"File exists" in done.stdout, done.stdout
+    assert os.listdir(folder) == ["allow"]
+
+
+@test
 def test_tandemctl_says_what_is_wrong(options):
     c = cluster(options)
     for args, text in ((("nonsense",), "no such command: nonsense"), ((), "a command is expected"),
@@ -273,6 +313,12 @@ def test_tandemctl_says_what_is_wrong(options):
         assert text in ctl(c, *args, code=2), args
     help_text = ctl(c, "--help")
     assert all(name in help_text for name in ("drain NODE", "--json", "--watch"))
+    hollow = os.path.join(c.run_dir, "hollow")
+    os.mkdir(hollow)
+    assert "hollow/router.pub: No such file" in ctl(c, "--keys", hollow, "nodes", code=1)
+    with open(os.path.join(hollow, "router.pub"), "w", encoding="ascii"):
+        pass
+    assert "hollow/router.pub: a line of text is expected" in ctl(c, "--keys", hollow, "nodes", code=1)
     key = os.path.join(c.run_dir, "other.key")
     public = ctl(c, "keygen", key).strip()
     with open(key, encoding="ascii") as file:

@@ -142,6 +142,7 @@ static int teardown(void **state)
     td_bus_destroy(w->router);
     td_bus_destroy(w->prefill);
     td_metrics_destroy(n->proc.metrics);
+    td_str_fini(&w->dcn->out.text);
     td_str_fini(&w->dcn->text);
     td_str_fini(&w->dcn->raw);
     free(w->dcn);

@@ -724,6 +724,43 @@ static void test_a_request_that_would_miss_its_objective_is_refused(void **state
     assert_at_rest(fx);
 }
 
+/* One prompt of two has given a token: the answer is under way, and is not refused over the other.
+ */
+static void test_i9_an_objective_ends_no_answer_that_has_begun(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    td_msg_work_t waits;
+    running_t run;
+
+    finish_well(prefill, decode, start_attempt(fx, prefill, decode)); /* what it took is known */
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "hello");
+    rtr_request_unref(fx->req);
+    req = fx->req = make_request(fx, RTR_KIND_COMPLETION,
+                                 "{\"prompt\":[[3,4,5,3,4,5,3,4,5,3,4,5,3,4,5,3,4,5],"
+                                 "[4,4,5,3,4,5,3,4,5,3,4,5,3,4,5,3,4,5]],\"max_tokens\":5}");
+    req->slo.ttft_ms = 30000;
+    assert_int_equal(rtr_loop_submit(fx->loop, rtr_request_ref(req)), TD_OK);
+    run = start_attempt(fx, prefill, decode);
+    waits = expect(fx, decode, TD_MSG_RESERVE)->u.work;
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
+    while (!req->first_token_seen) {
+        spin(fx, NULL);
+    }
+    req->arrived_ns -= 60 * TD_NS_PER_S;
+    answer_reserve(decode, &waits, TD_ERR_BUSY);
+    finish_well(prefill, decode, start_attempt(fx, prefill, decode));
+    send_token(decode, run.ticket, run.attempt, 0, 1, "llo", TD_FINISH_STOP);
+    send_end(prefill, run.ticket, run.attempt, TD_OK);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    wait_end(fx, req);
+    assert_int_equal(req->http_status, 200);
+    assert_int_equal(td_metric_get(fx->metrics.slo_ttft), 0);
+    assert_at_rest(fx);
+}
+
 /* --- nodes that fail again and again -----------------------------------------------------------
  */
 
@@ -976,6 +1013,56 @@ static void test_i5_a_stream_that_nobody_takes_over_ends_with_an_error_event(voi
     decode->mute = true; /* frozen; after two seconds it is dead, and there is no other */
     assert_ended(fx, req, RTR_OUTCOME_UPSTREAM_ERROR, 200, "no other took over");
     assert_int_equal(count_of(req, "[DONE]"), 0);
+    assert_at_rest(fx);
+}
+
+/* The only node that is left says nothing at first. It is asked again, and the wait for room begins
+ * when its silence has ended, not with the death before it. */
+static void test_i9_a_stream_waits_for_a_successor_that_does_not_answer(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+    uint32_t asked = 0;
+
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
+    wait_for_text(fx, req, "he");
+    new_life(fx, decode);
+    asked = expect(fx, decode, TD_MSG_RESERVE)->u.work.attempt;
+    run = start_attempt(fx, prefill, decode);
+    assert_true(run.attempt > asked);
+    assert_int_equal(fx->given[0].count, 1);
+    send_token(decode, run.ticket, run.attempt, 0, 1, "llo", TD_FINISH_STOP);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "data: [DONE]");
+    assert_at_rest(fx);
+}
+
+/* It is too large for that node's memory only. */
+static void test_i9_a_stream_passes_over_a_successor_that_cannot_serve_it(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, STREAM);
+    running_t run = start_attempt(fx, prefill, decode);
+    node_t *small = add_node(fx, TD_ROLE_DECODE, "d2");
+    node_t *other = NULL;
+    td_msg_work_t asked;
+
+    send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
+    wait_for_text(fx, req, "he");
+    new_life(fx, decode);
+    asked = expect(fx, small, TD_MSG_RESERVE)->u.work;
+    other = add_node(fx, TD_ROLE_DECODE, "d3");
+    answer_reserve(small, &asked, TD_ERR_TOO_LARGE);
+    run = start_attempt(fx, prefill, other);
+    assert_int_equal(fx->given[0].count, 1);
+    send_token(other, run.ticket, run.attempt, 0, 1, "llo", TD_FINISH_STOP);
+    send_end(other, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "data: [DONE]");
     assert_at_rest(fx);
 }
 
@@ -1561,12 +1648,15 @@ int main(void)
         T(test_a_decode_death_before_the_first_token_goes_unnoticed),
         T(test_a_request_that_would_miss_its_objective_is_refused),
         T(test_a_node_that_fails_again_and_again_is_left_alone),
+        T(test_i9_an_objective_ends_no_answer_that_has_begun),
         T(test_a_draining_node_gets_nothing_new),
         T(test_i9_a_stream_goes_on_behind_a_decode_death),
         T(test_i9_choices_that_ended_are_not_begun_again),
         T(test_i9_a_successor_may_fail_as_well),
         T(test_i9_a_token_ends_a_row_of_failures),
         T(test_i5_a_stream_that_nobody_takes_over_ends_with_an_error_event),
+        T(test_i9_a_stream_waits_for_a_successor_that_does_not_answer),
+        T(test_i9_a_stream_passes_over_a_successor_that_cannot_serve_it),
         T(test_i9_an_answer_is_whole_without_word_of_its_end),
         T(test_a_prefill_death_in_a_stream_goes_unnoticed),
         T(test_i9_a_whole_answer_goes_on_behind_a_decode_death),
