@@ -144,22 +144,26 @@ void dcn_stream_release(dcn_choice_t *c)
     dcn_speculate_close(c);
 }
 
+/* One choice less generates. False when that was the last: the ticket has ended. */
+static bool count_out(dcn_node_t *d, dcn_ticket_t *t)
+{
+    if (--t->live == 0) {
+        dcn_ticket_end(d, t, TD_OK);
+        return false;
+    }
+    return true;
+}
+
 /* The last of a choice's tokens is on its way. False when its ticket has ended. */
 static bool end_choice(dcn_node_t *d, dcn_choice_t *c)
 {
-    dcn_ticket_t *t = c->ticket;
-
     dcn_stream_publish(d, c);
     dcn_memo_learn(d, c);
     if (!c->in_step) {
         dcn_stream_release(c);
     }
     dcn_output_ended(d, c->given);
-    if (--t->live == 0) {
-        dcn_ticket_end(d, t, TD_OK);
-        return false;
-    }
-    return true;
+    return count_out(d, c->ticket);
 }
 
 bool dcn_stream_take(dcn_node_t *d, dcn_choice_t *c, uint32_t token)
@@ -205,15 +209,9 @@ td_status_t dcn_stream_replay(dcn_node_t *d, dcn_choice_t *c, uint32_t token)
 
 bool dcn_stream_skip(dcn_node_t *d, dcn_choice_t *c)
 {
-    dcn_ticket_t *t = c->ticket;
-
     c->finish = TD_FINISH_STOP; /* whichever it was: the client knows */
     dcn_stream_release(c);
-    if (--t->live == 0) {
-        dcn_ticket_end(d, t, TD_OK);
-        return false;
-    }
-    return true;
+    return count_out(d, c->ticket);
 }
 
 /* --- what waits until the next step runs -------------------------------------------------------

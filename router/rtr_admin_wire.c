@@ -38,7 +38,6 @@ struct rtr_admin {
     uint64_t refused; /* requests that were none */
     uint64_t next_warning_ns;
     td_str_t body; /* scratch */
-    td_str_t out;  /* scratch */
     ask_t asks[RTR_ADMIN_ASKS_MAX];
     subscriber_t subscribers[RTR_ADMIN_SUBSCRIBERS_MAX];
 };
@@ -69,7 +68,6 @@ void rtr_admin_destroy(rtr_admin_t *a)
     }
     rtr_admin_socket_close(a->socket);
     td_str_fini(&a->body);
-    td_str_fini(&a->out);
     td_free(a);
 }
 
@@ -176,9 +174,9 @@ static void fill_node(const rtr_node_t *n, bool is_master, node_view_t *out)
     tandem__admin__v1__node__init(pb);
     pb->id = lend(n->id);
     pb->role = lend(td_role_name(n->role));
-    pb->state = !n->live                         ? TANDEM__ADMIN__V1__NODE_STATE__DEAD
-                : n->drained || n->beat.draining ? TANDEM__ADMIN__V1__NODE_STATE__DRAINING
-                                                 : TANDEM__ADMIN__V1__NODE_STATE__LIVE;
+    pb->state = !n->live             ? TANDEM__ADMIN__V1__NODE_STATE__DEAD
+                : rtr_node_drains(n) ? TANDEM__ADMIN__V1__NODE_STATE__DRAINING
+                                     : TANDEM__ADMIN__V1__NODE_STATE__LIVE;
     pb->incarnation = n->incarnation;
     pb->endpoint = lend(n->endpoint);
     pb->http = lend(n->http);

@@ -98,14 +98,13 @@ static enum MHD_Result answer(const conn_t *conn, int status, const char *type, 
     return result;
 }
 
-static enum MHD_Result answer_error(const conn_t *conn, const rtr_error_t *error, bool retry,
-                                    const char *allow)
+static enum MHD_Result answer_error(const conn_t *conn, const rtr_error_t *error, const char *allow)
 {
     td_str_t text = {0};
     if (rtr_reply_error(error, &text) != TD_OK) {
         return MHD_NO;
     }
-    return answer(conn, error->http, "application/json", &text, retry ? 1 : 0, allow);
+    return answer(conn, error->http, "application/json", &text, 0, allow);
 }
 
 static enum MHD_Result answer_json(const conn_t *conn, td_status_t status, td_str_t *text)
@@ -135,7 +134,7 @@ static enum MHD_Result get_model(conn_t *conn)
         rtr_error_set(&error, 404, "model_not_found", "model",
                       "The model `%.128s` does not exist; this server has `%s`.", name,
                       conn->http->config.model->name);
-        return answer_error(conn, &error, false, "");
+        return answer_error(conn, &error, "");
     }
     return answer_json(conn, rtr_reply_model(conn->http->config.model, false, &text), &text);
 }
@@ -437,12 +436,12 @@ static enum MHD_Result dispatch(conn_t *conn)
     }
     if (route == NULL) {
         rtr_error_set(&error, 404, "not_found", NULL, "There is no %.128s here.", conn->url);
-        return answer_error(conn, &error, false, "");
+        return answer_error(conn, &error, "");
     }
     if (strcmp(method, route->method) != 0) {
         rtr_error_set(&error, 405, "method_not_allowed", NULL, "%.128s takes %s, got %.16s.",
                       conn->url, route->method, conn->method);
-        return answer_error(conn, &error, false,
+        return answer_error(conn, &error,
                             strcmp(route->method, "GET") == 0 ? "GET, HEAD" : route->method);
     }
     if (route->needs_key && config->auth != NULL &&
@@ -451,13 +450,13 @@ static enum MHD_Result dispatch(conn_t *conn)
         count_refused(conn, route);
         rtr_error_set(&error, 401, "invalid_api_key", NULL,
                       "A valid key is needed: Authorization: Bearer KEY.");
-        return answer_error(conn, &error, false, "");
+        return answer_error(conn, &error, "");
     }
     if (conn->discarded > 0) {
         count_refused(conn, route);
         rtr_error_set(&error, 413, "body_too_large", NULL, "The body is over %llu bytes.",
                       (unsigned long long)config->body_bytes_max);
-        return answer_error(conn, &error, false, "");
+        return answer_error(conn, &error, "");
     }
     return route->answer != NULL ? route->answer(conn) : begin_request(conn, route);
 }

@@ -88,11 +88,9 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
     if (status == TD_OK) {
         status = rtr_hints_create(RTR_HINTS_MAX_DEFAULT, RTR_SLOTS_MAX, &loop->hints);
     }
-    if (status == TD_OK) {
+    if (status == TD_OK && config->admin_endpoint != NULL) { /* nobody else asks for them */
         status = rtr_events_create(&loop->events);
-    }
-    if (status == TD_OK) {
-        status = rtr_trace_create(&loop->trace);
+        status = status == TD_OK ? rtr_trace_create(&loop->trace) : status;
     }
     if (status == TD_OK) {
         registry.events = loop->events;

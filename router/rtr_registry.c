@@ -548,9 +548,9 @@ static td_status_t page_rows(rtr_registry_t *reg, uint64_t now, td_str_t *out)
             "<td>%" PRIu64 "</td><td>%u / %u</td><td>%" PRIu64 "</td><td>%u</td><td>%" PRIu64
             "</td></tr>\n",
             n->id, td_role_name(n->role),
-            !n->live                         ? "dead"
-            : n->drained || n->beat.draining ? "draining"
-                                             : "live",
+            !n->live             ? "dead"
+            : rtr_node_drains(n) ? "draining"
+                                 : "live",
             n->incarnation, n->endpoint, (uint64_t)((now - n->seen_ns) / TD_NS_PER_MS),
             n->beat.free_blocks, n->beat.total_blocks, n->backlog.work.prompts, n->sequences,
             n->backlog.work.tokens));

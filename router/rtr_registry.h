@@ -49,6 +49,12 @@ typedef struct rtr_node {
     rtr_breaker_t breaker;
 } rtr_node_t;
 
+/** Does it take nothing new, of its own will or by order? What is under way there goes on. */
+static inline bool rtr_node_drains(const rtr_node_t *node)
+{
+    return node->drained || node->beat.draining;
+}
+
 typedef struct rtr_registry_config {
     td_bus_t *bus;
     rtr_metrics_t *metrics;

@@ -474,12 +474,11 @@ static const char *pinned_of(const rtr_ticket_t *t, td_role_t role)
 }
 
 static bool node_allowed(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t slot,
-                         td_role_t role, bool also_avoided)
+                         td_role_t role, bool also_avoided, uint64_t now)
 {
     const char *pinned = pinned_of(t, role);
-    const uint64_t now = td_now_ns();
 
-    if (!node->live || node->drained || node->beat.draining || node->role != role ||
+    if (!node->live || rtr_node_drains(node) || node->role != role ||
         rtr_slot_has(&t->tried, slot)) {
         return false;
     }
@@ -512,34 +511,32 @@ static rtr_place_ask_t ask_of(const rtr_tickets_t *ts, const rtr_ticket_t *t)
 }
 
 static rtr_prefill_choice_t choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t,
-                                           bool also_avoided)
+                                           const rtr_place_ask_t *ask, bool also_avoided)
 {
-    const rtr_place_ask_t ask = ask_of(ts, t);
     uint32_t slots = rtr_registry_slots(ts->config.registry);
 
     for (uint32_t i = 0; i < slots; i++) {
         const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
         ts->prefills[i] = (rtr_prefill_view_t){
-            .allowed = node_allowed(t, node, i, TD_ROLE_PREFILL, also_avoided),
+            .allowed = node_allowed(t, node, i, TD_ROLE_PREFILL, also_avoided, ask->now_ns),
             .match_tokens = ts->match[i] * ts->config.block_tokens,
-            .lately = rtr_backlog_lately(&node->backlog, ask.now_ns),
+            .lately = rtr_backlog_lately(&node->backlog, ask->now_ns),
             .backlog = &node->backlog,
             .estimate = &node->prefill_time,
         };
     }
-    return rtr_place_prefill(&ask, ts->prefills, slots);
+    return rtr_place_prefill(ask, ts->prefills, slots);
 }
 
 static rtr_decode_choice_t choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t,
-                                         bool also_avoided)
+                                         const rtr_place_ask_t *ask, bool also_avoided)
 {
-    const rtr_place_ask_t ask = ask_of(ts, t);
     uint32_t slots = rtr_registry_slots(ts->config.registry);
 
     for (uint32_t i = 0; i < slots; i++) {
         const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
         ts->decodes[i] = (rtr_decode_view_t){
-            .allowed = node_allowed(t, node, i, TD_ROLE_DECODE, also_avoided),
+            .allowed = node_allowed(t, node, i, TD_ROLE_DECODE, also_avoided, ask->now_ns),
             .running = node->sequences,
             .promised = node->promised_blocks,
             .free_blocks = node->beat.free_blocks,
@@ -548,23 +545,23 @@ static rtr_decode_choice_t choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *
             .tbt = &node->tbt,
         };
     }
-    return rtr_place_decode(&ask, ts->decodes, slots);
+    return rtr_place_decode(ask, ts->decodes, slots);
 }
 
 static void hold(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_prefill_choice_t *prefill,
-                 uint32_t decode)
+                 uint32_t decode, uint64_t now)
 {
     rtr_node_t *p = rtr_registry_node(ts->config.registry, prefill->node);
     rtr_node_t *d = rtr_registry_node(ts->config.registry, decode);
 
     t->work = prefill->work;
     t->prefill = (leg_t){.slot = prefill->node, .incarnation = p->incarnation, .held = true};
-    rtr_backlog_add(&p->backlog, &t->work, td_now_ns());
+    rtr_backlog_add(&p->backlog, &t->work, now);
     t->decode = (leg_t){.slot = decode, .incarnation = d->incarnation, .held = true};
     d->sequences += t->req->params.n;
     d->promised_blocks += t->need_blocks;
-    rtr_breaker_placed(&p->breaker, td_now_ns());
-    rtr_breaker_placed(&d->breaker, td_now_ns());
+    rtr_breaker_placed(&p->breaker, now);
+    rtr_breaker_placed(&d->breaker, now);
 }
 
 /* For the decode node that was found: others offer other drafters, at other costs. */
@@ -859,12 +856,12 @@ static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
         return;
     }
     for (;;) {
-        rtr_place_ask_t ask;
-        rtr_prefill_choice_t prefill = choose_prefill(ts, t, false);
-        rtr_decode_choice_t decode = choose_decode(ts, t, false);
+        const rtr_place_ask_t ask = ask_of(ts, t);
+        rtr_prefill_choice_t prefill = choose_prefill(ts, t, &ask, false);
+        rtr_decode_choice_t decode = choose_decode(ts, t, &ask, false);
 
-        prefill = prefill.node != RTR_PLACE_NONE ? prefill : choose_prefill(ts, t, true);
-        decode = decode.node != RTR_PLACE_NONE ? decode : choose_decode(ts, t, true);
+        prefill = prefill.node != RTR_PLACE_NONE ? prefill : choose_prefill(ts, t, &ask, true);
+        decode = decode.node != RTR_PLACE_NONE ? decode : choose_decode(ts, t, &ask, true);
         if (prefill.node == RTR_PLACE_NONE || decode.node == RTR_PLACE_NONE) {
             ticket_wait(ts, t);
             return;
@@ -872,9 +869,8 @@ static void ticket_place(rtr_tickets_t *ts, rtr_ticket_t *t)
         if (refuse_by_slo(ts, t, &prefill, &decode)) {
             return;
         }
-        ask = ask_of(ts, t);
         ts->turn++;
-        hold(ts, t, &prefill, decode.node);
+        hold(ts, t, &prefill, decode.node, ask.now_ns);
         choose_draft(ts, t);
         trace_decision(ts, t, &ask);
         if (send_work(ts, t, TD_MSG_RESERVE, &t->decode, &t->prefill, 0) == TD_OK) {
@@ -1475,8 +1471,8 @@ static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
         rtr_slot_add(&t->tried, slot);
         t->retries++;
         for (uint32_t i = 0; i < rtr_registry_slots(ts->config.registry); i++) {
-            left +=
-                node_allowed(t, rtr_registry_node(ts->config.registry, i), i, TD_ROLE_DECODE, true);
+            left += node_allowed(t, rtr_registry_node(ts->config.registry, i), i, TD_ROLE_DECODE,
+                                 true, now);
         }
         if (left == 0 && !has_begun(t)) {
             request_fail(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "no_answer",

@@ -32,12 +32,13 @@ rtr_trace_decision_t *rtr_trace_open(rtr_trace_t *trace)
 void rtr_trace_end(rtr_trace_t *trace, uint64_t number, const char *end, uint32_t tokens)
 {
     rtr_trace_decision_t *d = &trace->ring[number % RTR_TRACE_MAX];
+    const uint64_t now_ms = td_wall_ms();
 
     if (number == 0 || d->number != number || d->end[0] != '\0') {
         return;
     }
     (void)snprintf(d->end, sizeof(d->end), "%s", end);
-    d->took_ms = td_wall_ms() - TD_MIN(d->time_ms, td_wall_ms());
+    d->took_ms = now_ms - TD_MIN(d->time_ms, now_ms); /* clocks are set, too */
     d->tokens = tokens;
 }
 

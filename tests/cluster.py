@@ -32,6 +32,7 @@ import traceback
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOCAL = os.path.join(ROOT, "deploy", "local.sh")
 LOG_TAIL_LINES = 15
+HELD = ("reserved", "active", "quarantined")  # states of KV blocks
 POLL_S = 0.02  # between looks of wait_until()
 # What a process of a sanitizer build, or an assertion of ours, leaves in its log.
 REPORT = re.compile(r"Sanitizer: |runtime error: |assertion failed")
@@ -322,6 +323,20 @@ class Cluster:
                 name, value = line.rsplit(" ", 1)
                 series[name] = float(value)
         return series
+
+    def held_blocks(self, ids=None):
+        """KV blocks that somebody holds, over all prefill and decode nodes or these."""
+        total = 0
+        for process_id in ids or self.ids("prefill") + self.ids("decode"):
+            role = self.processes[process_id]["role"]
+            series = self.metrics(process_id)
+            total += sum(series[f'tandem_{role}_kv_blocks{{state="{state}"}}'] for state in HELD)
+        return total
+
+    def wait_at_rest(self, ids=None, seconds=15):
+        """Until nothing is held: an answer is out before its last blocks have reached the store."""
+        wait_until(lambda: self.held_blocks(ids) == 0, seconds,
+                   "reserved, active and quarantined at 0")
 
     @property
     def router_endpoint(self):

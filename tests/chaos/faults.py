@@ -13,7 +13,6 @@ from cluster import ROOT, Cluster, HTTPError, wait_until
 
 MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 PROMPT = "The history of the printing press begins in the city of Mainz, where " * 6
-HELD = ("reserved", "active", "quarantined")
 
 PREFILL_STEPS = ("prefill_start", "prefill_lookup", "prefill_layers", "prefill_chunk",
                  "prefill_before_ready", "prefill_ready", "store_put_start")
@@ -84,19 +83,10 @@ def open_cluster(options, carrier, with_store):
                    prefill_args=["--chunk-tokens", "32"], env=CARRIERS[carrier])
 
 
-def held_blocks(c):
-    total = 0
-    for node in c.ids("prefill") + c.ids("decode"):
-        role = c.processes[node]["role"]
-        series = c.metrics(node)
-        total += sum(series[f'tandem_{role}_kv_blocks{{state="{state}"}}'] for state in HELD)
-    return total
-
-
 def check_survivors(c):
     for process_id in c.processes:
         assert c.alive(process_id), f"{process_id} did not survive"
-    wait_until(lambda: held_blocks(c) == 0, 20, "reserved, active and quarantined at 0")
+    c.wait_at_rest(seconds=20)
 
 
 def ask(c, salt, tokens=12, stream=False, **place):
@@ -164,10 +154,7 @@ def run_lonely_cell(options, role, carrier, action):
         assert took < 10, f"{took:.1f} s"
         other = "decode-1" if role == "prefill" else "prefill-1"
         assert c.alive(other)
-        series = lambda: c.metrics(other)
-        kind = c.processes[other]["role"]
-        wait_until(lambda: sum(series()[f'tandem_{kind}_kv_blocks{{state="{s}"}}'] for s in HELD)
-                   == 0, 20, "nothing held on the survivor")
+        c.wait_at_rest([other], 20)
         if c.alive(f"{role}-1"):  # frozen: nothing else ends it at once
             c.kill(f"{role}-1", signal.SIGKILL)
 

@@ -10,7 +10,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from cluster import Cluster, choice_text, main, run_together, test, wait_until
 
 STORY = "Write a long story about a clockmaker, a river and a city of bridges. " * 4
-HELD = ("reserved", "active", "quarantined")
 
 
 def cluster(options, **more):
@@ -63,13 +62,6 @@ def continued(c, node="decode-1"):
     return c.metrics(node)["tandem_decode_continued_total"]
 
 
-def at_rest(c, nodes):
-    def held():
-        return sum(c.metrics(node)[f'tandem_{c.processes[node]["role"]}_kv_blocks{{state="{s}"}}']
-                   for node in nodes for s in HELD)
-    wait_until(lambda: held() == 0, 15, "reserved, active and quarantined at 0")
-
-
 def characters(c, text):
     """Sampling that says the tokens of a text in no order: characters come in pieces, and torn."""
     body = {"model": c.model, "prompt": text, "add_special_tokens": False}
@@ -98,7 +90,7 @@ def test_i9_a_stream_across_a_death_is_the_clean_runs(options):
                        "decode-2 is back")
         assert c.metrics()["tandem_router_failovers_total"] == len(requests)
         assert c.metrics("decode-1")['tandem_decode_returned_tokens_total{source="cache"}'] > 0
-        at_rest(c, ["decode-1", "decode-2", "prefill-1"])
+        c.wait_at_rest(["decode-1", "decode-2", "prefill-1"])
 
 
 @test
@@ -120,7 +112,7 @@ def test_i9_a_stream_waits_for_the_only_node_to_come_back(options):
         assert broken == clean
         assert continued(c) == 1
         assert c.metrics("decode-1")['tandem_decode_returned_tokens_total{source="store"}'] > 0
-        at_rest(c, ["decode-1", "prefill-1"])
+        c.wait_at_rest(["decode-1", "prefill-1"])
 
 
 @test
@@ -129,7 +121,7 @@ def test_i9_a_stream_across_a_frozen_node_is_the_clean_runs(options):
         same_across_death(c, {"temperature": 0.6, "seed": 2}, 0,
                           lambda node: c.kill(node, signal.SIGSTOP))
         assert continued(c) == 1
-        at_rest(c, ["decode-1", "prefill-1"])
+        c.wait_at_rest(["decode-1", "prefill-1"])
         c.kill("decode-2", signal.SIGKILL)
 
 
@@ -143,7 +135,7 @@ def test_i9_a_successor_falls_as_well(options):
         broken = ask(c, "decode-2", "broken", temperature=0.9, seed=4, n=2)
         assert broken == clean
         assert not c.alive("decode-2") and continued(c, "decode-3") == 1
-        at_rest(c, ["decode-3", "prefill-1"])
+        c.wait_at_rest(["decode-3", "prefill-1"])
 
 
 @test
@@ -187,7 +179,7 @@ def test_i9_many_answers_across_a_death_are_the_clean_runs(options):
         for job in jobs:
             assert got[job] == expected[job], (job, got[job], expected[job])
         assert continued(c) > 0
-        at_rest(c, ["decode-1", "prefill-1"])
+        c.wait_at_rest(["decode-1", "prefill-1"])
 
 
 if __name__ == "__main__":

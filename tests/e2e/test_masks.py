@@ -46,11 +46,6 @@ def blocks(c, node):
     return {state: metrics[f'tandem_{kind}_kv_blocks{{state="{state}"}}'] for state in STATES}
 
 
-def nothing_held(c, *nodes):
-    return all(blocks(c, node)[state] == 0 for node in nodes
-               for state in ("active", "reserved", "quarantined"))
-
-
 class Peak:
     """The most blocks that a node held or had promised at once, while something runs."""
 
@@ -91,7 +86,7 @@ def test_i1_a_stream_through_a_pool_far_smaller_than_it(options):
         assert decode.totals == {22} and prefill.totals == {42}
         # What the store still reads of blocks that were given up counts as well.
         assert decode.most <= 22 and prefill.most <= 42, (decode.most, prefill.most)
-        c.wait_until(lambda: nothing_held(c, "prefill-1", "decode-1"), 10, "every block given back")
+        c.wait_at_rest(["prefill-1", "decode-1"], 10)
         # Again: from the window that is still here, though what lies before it is gone.
         answer, cached = ask(c, ids, steps, tandem=first)
         assert answer == expected[0]
@@ -105,8 +100,7 @@ def test_i1_a_stream_through_a_pool_far_smaller_than_it(options):
         assert cached == 896, cached
         assert c.metrics("prefill-2")['tandem_prefill_prompt_tokens_total{source="store"}'] == 896
         assert blocks(c, "prefill-2")["cached"] <= 18, "what is not seen was not fetched"
-        c.wait_until(lambda: nothing_held(c, "prefill-1", "decode-1", "prefill-2", "decode-2"), 10,
-                     "every block given back")
+        c.wait_at_rest(["prefill-1", "decode-1", "prefill-2", "decode-2"], 10)
 
 
 @test
@@ -129,7 +123,7 @@ def test_i1_strides_and_sinks_through_the_cluster(options):
             late = c.metrics("decode-1")['tandem_decode_handoff_bytes_total{when="late"}']
             needed = 4 + 5 if attention.startswith("strided") else 1 + 4
             assert early + late <= 4 * needed * BLOCK_BYTES, (early, late)
-            c.wait_until(lambda: nothing_held(c, "prefill-1", "decode-1"), 10, "all given back")
+            c.wait_at_rest(["prefill-1", "decode-1"], 10)
 
 
 @test
@@ -164,7 +158,7 @@ def test_i1_requests_give_way_and_come_back_under_a_window(options):
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
         expected = one_process(options, "window:64", [prompt_ids(10 + i, i) for i in range(8)], 150)
         assert answers == expected
-        c.wait_until(lambda: nothing_held(c, "decode-1"), 10, "every block given back")
+        c.wait_at_rest(["decode-1"], 10)
 
 
 @test

@@ -32,12 +32,6 @@ def same(a, b):
     return a.text == b.text and a.choices[0]["logprobs"] == b.choices[0]["logprobs"]
 
 
-def nothing_held(c, node="decode-1"):
-    metrics = c.metrics(node)
-    return all(metrics[f'tandem_decode_kv_blocks{{state="{state}"}}'] == 0
-               for state in ("active", "reserved", "quarantined"))
-
-
 def expect_short_outputs(c, count=20):
     """Until the node promises a request little more than its prompt."""
     for _ in range(count):
@@ -57,7 +51,7 @@ def test_i1_fifty_requests_in_a_tiny_pool_all_finish_with_their_own_words(option
             assert metrics[f'tandem_decode_returned_tokens_total{{source="{source}"}}'] > 0, source
         for index in range(0, len(PROMPTS), 7):
             assert same(ask(c, index), answers[index]), PROMPTS[index]
-        c.wait_until(lambda: nothing_held(c), 10, "every block given back")
+        c.wait_at_rest(["decode-1"], 10)
 
 
 @test
@@ -70,7 +64,7 @@ def test_i5_requests_that_wait_for_memory_can_be_cancelled(options):
                      "somebody gave way")
         for stream in streams:
             stream.close()
-        c.wait_until(lambda: nothing_held(c), 10, "every block given back")
+        c.wait_at_rest(["decode-1"], 10)
         assert ask(c, 0).choices[0]["finish_reason"] == "length"
 
 
@@ -132,7 +126,7 @@ def check_together(c, requests, expected, happened, rounds=20):
         run_together([(index, salt) for index in range(len(requests))], run)
         for index, (got, wanted) in enumerate(zip(answers, expected)):
             assert got == wanted, (index, got, wanted)
-        c.wait_until(lambda: nothing_held(c), 10, "every block given back")
+        c.wait_at_rest(["decode-1"], 10)
         if happened(c):
             return
     raise AssertionError(f"not in {rounds} rounds: {c.log('decode-1')[-4000:]}")
@@ -217,7 +211,7 @@ def test_i5_several_choices_that_wait_for_memory_can_be_cancelled(options):
         c.wait_until(lambda: preempted(c), 60, "somebody gave way")
         for stream in streams:
             stream.close()
-        c.wait_until(lambda: nothing_held(c), 10, "every block given back")
+        c.wait_at_rest(["decode-1"], 10)
         assert [choice[1] for choice in answer_of(c, prompt, {**more, "n": 2})] == ["length"] * 2
 
 
@@ -250,7 +244,7 @@ def test_f2_the_node_dies_while_several_choices_wait(options):
         assert answers == expected
         left = [node for node in c.ids("decode") if c.alive(node)]
         assert len(left) == 1, left
-        c.wait_until(lambda: nothing_held(c, left[0]), 10, "every block given back")
+        c.wait_at_rest([left[0]], 10)
 
 
 @test
@@ -262,7 +256,7 @@ def test_f14_several_choices_that_could_never_fit_are_refused(options):
         refused = c.complete(prompt, check=False, **{**more, "n": 4})  # 27 blocks
         assert refused.status == 400 and "cannot serve" in refused.json["error"]["message"]
         assert len(c.complete(prompt, **{**more, "n": 3}).choices) == 3
-        c.wait_until(lambda: nothing_held(c), 10, "every block given back")
+        c.wait_at_rest(["decode-1"], 10)
 
 
 if __name__ == "__main__":

@@ -8,23 +8,6 @@ import threading
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from cluster import Cluster, main, test
 
-HELD = ("reserved", "active", "quarantined")
-
-
-def held_blocks(c, ids=None):
-    """Blocks that somebody holds, over all nodes."""
-    total = 0
-    for node in ids or c.ids("prefill") + c.ids("decode"):
-        role = c.processes[node]["role"]
-        series = c.metrics(node)
-        total += sum(series[f'tandem_{role}_kv_blocks{{state="{state}"}}'] for state in HELD)
-    return total
-
-
-def wait_at_rest(c, ids=None):
-    c.wait_until(lambda: held_blocks(c, ids) == 0, 15, "reserved, active and quarantined at 0")
-
-
 def outcome(c, name):
     return c.metrics("router").get(f'tandem_router_requests_total{{outcome="{name}"}}', 0)
 
@@ -38,7 +21,7 @@ def test_f16_max_tokens_are_exact_in_split_mode(options):
             assert reply.choices[0]["finish_reason"] == "length"
         reply = c.chat("Say hi.", max_tokens=40, min_tokens=30, temperature=0)
         assert reply.usage["completion_tokens"] >= 30
-        wait_at_rest(c)
+        c.wait_at_rest()
 
 
 @test
@@ -52,7 +35,7 @@ def test_absent_max_tokens_means_up_to_the_context(options):
         too_long = c.complete("word " * 200, check=False)
         assert too_long.status == 400
         assert too_long.json["error"]["code"] == "context_length_exceeded"
-        wait_at_rest(c)
+        c.wait_at_rest()
 
 
 @test
@@ -66,7 +49,7 @@ def test_stop_strings_end_the_text_before_them(options):
         stream = c.complete("1, 2, 3, 4,", stream=True, max_tokens=24, temperature=0,
                             stop=[", 7"]).collect()
         assert stream.text == plain[:at]
-        wait_at_rest(c)
+        c.wait_at_rest()
 
 
 def tokens_to(tokens, stops):
@@ -99,7 +82,7 @@ def test_i1_a_stop_string_voids_the_step_under_way(options):
                 assert whole["text"].startswith(part["text"])
                 assert not any(stop in part["text"] for stop in stops), part["text"]
         assert c.metrics(c.ids("decode")[0])["tandem_decode_overlapped_steps_total"] > 0
-        wait_at_rest(c)
+        c.wait_at_rest()
 
 
 @test
@@ -121,7 +104,7 @@ def test_an_objective_that_cannot_be_met_is_refused_early(options):
             assert ask(f"{name} again", {name: "60000"}).status == 200
             assert ask("wrong", {name: "soon"}).status == 400
         assert c.metrics()['tandem_router_slo_refusals_total{slo="ttft"}'] == 1
-        wait_at_rest(c)
+        c.wait_at_rest()
 
 
 @test
@@ -137,7 +120,7 @@ def test_logprobs_echo_and_n(options):
         many = c.chat("Name a colour.", n=4, max_tokens=6, temperature=1.0, seed=3)
         assert sorted(choice["index"] for choice in many.choices) == [0, 1, 2, 3]
         assert many.usage["completion_tokens"] <= 24
-        wait_at_rest(c)
+        c.wait_at_rest()
 
 
 @test
@@ -147,7 +130,7 @@ def test_requests_that_end_with_their_first_token(options):
         for reply in pool.map(ask, range(40)):
             assert all(choice["finish_reason"] in ("length", "stop") for choice in reply.choices)
         assert c.alive("decode-1")
-        wait_at_rest(c)
+        c.wait_at_rest()
 
 
 @test
@@ -182,7 +165,7 @@ def test_i5_vanishing_clients_leave_nothing(options):
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(one, plans))
-        wait_at_rest(c)
+        c.wait_at_rest()
         names = ("ok", "client_gone", "rejected", "bad_request", "upstream_error", "timeout",
                  "shutdown")
         c.wait_until(lambda: sum(outcome(c, name) for name in names) == total + 1, 10,
@@ -209,7 +192,7 @@ def test_f3_a_client_gone_before_the_first_token_stops_the_prefill(options):
         c.wait_until(lambda: computed() > 0, 20, "the prefill has begun")
         connection.sock.close()
         connection.close()
-        wait_at_rest(c)
+        c.wait_at_rest()
         assert computed() < 7900, "the prefill went on to its end"
 
 

@@ -47,13 +47,6 @@ def test_i1_speculation_in_batches_with_other_lengths_of_draft(options):
     same_in_batches(cluster(options), ask, SAMPLINGS[:3], [{"k": k} for k in (0, 2, 5, 8)])
 
 
-def wait_until_nothing_is_held(c):
-    """An answer is out before its last blocks have reached the store."""
-    wait_until(lambda: sum(c.metrics("decode-1")[f'tandem_decode_kv_blocks{{state="{state}"}}']
-                           for state in ("reserved", "active", "quarantined")) == 0, 20,
-               "decode-1 holds no blocks")
-
-
 @test
 def test_speculation_copies_are_accepted_and_counted(options):
     c = cluster(options)
@@ -69,7 +62,7 @@ def test_speculation_copies_are_accepted_and_counted(options):
     series = 'tandem_decode_drafter_steps_total{drafter="memo"}'
     assert 0 < after[series] - before[series] <= 63 - accepted(details)
     assert after["tandem_decode_memo_paths"] > 0
-    wait_until_nothing_is_held(c)
+    c.wait_at_rest(["decode-1"], 20)
 
 
 @test
@@ -232,7 +225,7 @@ def test_i4_speculation_changes_no_prefix_hit(options):
                                cache_salt=f"turns {drafter}",
                                speculation={"drafter": drafter, "k": k})
             hits[drafter].append(reply.usage["prompt_tokens_details"]["cached_tokens"])
-            wait_until_nothing_is_held(c)
+            c.wait_at_rest(["decode-1"], 20)
             prompt += reply.text + "\nGo on:"
     assert hits["none"][-1] > 160, hits
     assert all(each == hits["none"] for each in hits.values()), hits
@@ -268,7 +261,7 @@ def test_speculation_survives_giving_way(options):
         run_together([(k,) for k in (0, 3, 8, 8)], run)
         assert texts == [alone] * 4, texts
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
-        wait_until_nothing_is_held(c)
+        c.wait_at_rest(["decode-1"], 20)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import ROOT, Cluster, main, run_together, shared, test, wait_until
+from cluster import ROOT, Cluster, main, run_together, shared, test
 import speculation
 from speculation import (COPY, FREE, MODEL_SAMPLINGS as SAMPLINGS, drafted, far_apart, same_in_batches,
                          same_with_endings, sample, wishes_of)
@@ -84,12 +84,6 @@ def sides(c, result):
     return c.metrics("decode-1")[f'tandem_decode_draft_side_tokens_total{{result="{result}"}}']
 
 
-def nothing_held(c):
-    series = 'tandem_decode_kv_blocks{{state="{}"}}'
-    wait_until(lambda: sum(c.metrics("decode-1")[series.format(state)]
-                           for state in ("reserved", "active")) == 0, 10, "nothing held")
-
-
 @test
 def test_i1_medusa_any_k_gives_the_same_tokens(options):
     c = cluster(options)
@@ -106,7 +100,7 @@ def test_i1_medusa_any_k_gives_the_same_tokens(options):
             assert got == expected, (prompt, sampling, "own k")
     assert tried > 2000, tried
     assert sides(c, "accepted") > 50, sides(c, "accepted")
-    nothing_held(c)
+    c.wait_at_rest(["decode-1"], 10)
 
 
 @test
@@ -138,7 +132,7 @@ def test_trees_are_verified_and_counted(options):
         right += side_accepted
         wrong += side_rejected
     assert right >= 10 and wrong > right, (right, wrong)
-    nothing_held(c)
+    c.wait_at_rest(["decode-1"], 10)
 
 
 @test
@@ -154,7 +148,7 @@ def test_i1_trees_under_a_window_and_of_another_codec(options):
                 got, _ = ask(c, COPY * 4, {"drafter": "medusa", "k": k}, **more)
                 assert got == expected, (temperature, k, got, expected)
         assert sides(c, "accepted") > 5, sides(c, "accepted")
-        nothing_held(c)
+        c.wait_at_rest(["decode-1"], 10)
 
 
 @test
@@ -175,7 +169,7 @@ def test_i1_trees_by_the_nodes_own_measure(options):
         run_together([(*job, number) for job in jobs for number in range(3)], run)
         series = 'tandem_decode_drafter_tokens_total{drafter="medusa",result="accepted"}'
         assert c.metrics("decode-1")[series] > 0
-        nothing_held(c)
+        c.wait_at_rest(["decode-1"], 10)
 
 
 @test
@@ -192,7 +186,7 @@ def test_chains_alone_have_no_sides(options):
 def test_i1_medusa_with_stops_choices_and_minimum(options):
     c = cluster(options)
     same_with_endings(c, ask, ["medusa"])
-    nothing_held(c)
+    c.wait_at_rest(["decode-1"], 10)
 
 
 @test
@@ -200,7 +194,7 @@ def test_i1_batches_with_medusa(options):
     c = cluster(options)
     same_in_batches(c, ask, SAMPLINGS[:4],
                     wishes_of(["none", "prompt_lookup", "early_exit", "medusa"]))
-    nothing_held(c)
+    c.wait_at_rest(["decode-1"], 10)
 
 
 @test
@@ -251,7 +245,7 @@ def test_i1_preempted_with_medusa(options):
         run_together([(0, 8), (1, 5), (2, 3), (3, 1)], run)
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
         assert sides(c, "accepted") > 0
-        nothing_held(c)
+        c.wait_at_rest(["decode-1"], 10)
 
 
 def shares(c):
