@@ -1,0 +1,230 @@
+#include <stdio.h>
+#include <string.h>
+
+#include "common/base/td_base.h"
+#include "common/base/td_clock.h"
+#include "common/base/td_log.h"
+#include "router/rtr_tickets_internal.h"
+
+#define STALE_MS 1600u /* three heartbeats missed: the node counts as saturated */
+
+void rtr_tickets_root(const rtr_tickets_t *ts, const void *salt, size_t salt_len,
+                      td_block_root_t *out)
+{
+    const td_block_root_fields_t fields = {.fingerprint = ts->config.fingerprint,
+                                           .numerics_class =
+                                               rtr_registry_numerics(ts->config.registry),
+                                           .layout_version = TD_KV_LAYOUT_VERSION,
+                                           .codec = ts->config.kv_codec,
+                                           .block_tokens = ts->config.block_tokens,
+                                           .adapter = "",
+                                           .salt = salt_len > 0 ? salt : "",
+                                           .salt_len = salt_len};
+
+    td_block_root_make(ts->config.secret, &fields, out);
+}
+
+void rtr_ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    const rtr_prompt_t *prompt = rtr_ticket_prompt(t);
+    const td_str_t *salt = &t->req->params.cache_salt;
+    uint32_t count = TD_MIN(prompt->count / ts->config.block_tokens, RTR_HINT_BLOCKS_MAX);
+    td_block_root_t root;
+
+    if (t->keys != NULL || count == 0) {
+        return;
+    }
+    t->keys = td_calloc(count, sizeof(*t->keys));
+    if (t->keys == NULL) {
+        return; /* only the hints miss it */
+    }
+    rtr_tickets_root(ts, salt->bytes, salt->len, &root);
+    td_block_keys(&root, prompt->tokens, (size_t)count * ts->config.block_tokens,
+                  ts->config.block_tokens, t->keys);
+    t->key_count = count;
+}
+
+/* The node a client named. It binds the first try only: when that has failed, others may serve. */
+const char *rtr_ticket_pinned(const rtr_ticket_t *t, td_role_t role)
+{
+    if (t->retries > 0) {
+        return "";
+    }
+    return role == TD_ROLE_PREFILL ? t->req->params.place_prefill : t->req->params.place_decode;
+}
+
+bool rtr_ticket_may_use(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t slot,
+                         td_role_t role, bool also_avoided, uint64_t now)
+{
+    const char *pinned = rtr_ticket_pinned(t, role);
+
+    if (!node->live || rtr_node_drains(node) || node->role != role ||
+        rtr_slot_has(&t->tried, slot)) {
+        return false;
+    }
+    if (pinned[0] != '\0') {
+        return strcmp(pinned, node->id) == 0;
+    }
+    return also_avoided ||
+           (!rtr_slot_has(&t->avoid, slot) && !rtr_breaker_is_open(&node->breaker, now) &&
+            now - node->seen_ns < STALE_MS * TD_NS_PER_MS);
+}
+
+rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t)
+{
+    const bool pulls = rtr_registry_live(ts->config.registry, TD_ROLE_KVSTORE) > 0;
+
+    return (rtr_place_ask_t){
+        .policy = ts->config.policy,
+        .now_ns = td_now_ns(),
+        .turn = ts->turn,
+        .draw = t->id, /* drawn at random, and once */
+        .prompt_tokens = rtr_ticket_prompt(t)->count,
+        .granule_tokens = ts->config.block_tokens,
+        .pool_tokens = pulls ? ts->match_best * ts->config.block_tokens : 0,
+        .keep_local = RTR_KEEP_LOCAL_DEFAULT,
+        .typical = &ts->prefill_time,
+        .sequences = t->req->params.n,
+        .need_blocks = (uint32_t)TD_MIN(t->need_blocks, UINT32_MAX),
+        .typical_tbt = &ts->tbt,
+    };
+}
+
+rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t,
+                                           const rtr_place_ask_t *ask, bool also_avoided)
+{
+    uint32_t slots = rtr_registry_slots(ts->config.registry);
+
+    for (uint32_t i = 0; i < slots; i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+        ts->prefills[i] = (rtr_prefill_view_t){
+            .allowed = rtr_ticket_may_use(t, node, i, TD_ROLE_PREFILL, also_avoided, ask->now_ns),
+            .match_tokens = ts->match[i] * ts->config.block_tokens,
+            .lately = rtr_backlog_lately(&node->backlog, ask->now_ns),
+            .backlog = &node->backlog,
+            .estimate = &node->prefill_time,
+        };
+    }
+    return rtr_place_prefill(ask, ts->prefills, slots);
+}
+
+rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t,
+                                         const rtr_place_ask_t *ask, bool also_avoided)
+{
+    uint32_t slots = rtr_registry_slots(ts->config.registry);
+
+    for (uint32_t i = 0; i < slots; i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+        ts->decodes[i] = (rtr_decode_view_t){
+            .allowed = rtr_ticket_may_use(t, node, i, TD_ROLE_DECODE, also_avoided, ask->now_ns),
+            .running = node->sequences,
+            .promised = node->promised_blocks,
+            .free_blocks = node->beat.free_blocks,
+            .total_blocks = node->beat.total_blocks,
+            .match_blocks = ts->match[i],
+            .tbt = &node->tbt,
+        };
+    }
+    return rtr_place_decode(ask, ts->decodes, slots);
+}
+
+void rtr_attempt_hold(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_prefill_choice_t *prefill,
+                 uint32_t decode, uint64_t now)
+{
+    rtr_node_t *p = rtr_registry_node(ts->config.registry, prefill->node);
+    rtr_node_t *d = rtr_registry_node(ts->config.registry, decode);
+
+    t->work = prefill->work;
+    t->prefill = (rtr_leg_t){.slot = prefill->node, .incarnation = p->incarnation, .held = true};
+    rtr_backlog_add(&p->backlog, &t->work, now);
+    t->decode = (rtr_leg_t){.slot = decode, .incarnation = d->incarnation, .held = true};
+    d->sequences += t->req->params.n;
+    d->promised_blocks += t->need_blocks;
+    rtr_breaker_placed(&p->breaker, now);
+    rtr_breaker_placed(&d->breaker, now);
+}
+
+/* For the decode node that was found: others offer other drafters, at other costs. */
+void rtr_ticket_choose_draft(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    const rtr_params_t *p = &t->req->params;
+    const rtr_node_t *node = rtr_registry_node(ts->config.registry, t->decode.slot);
+    const rtr_draft_ask_t ask = {.ticket = t->id,
+                                 .tenant = t->tenant,
+                                 .prompt_class = t->prompt_class,
+                                 .is_auto = p->drafter_auto,
+                                 .drafter = p->drafter,
+                                 .has_k = p->has_k,
+                                 .k_min = p->k_min,
+                                 .k_max = p->k_max};
+
+    t->draft = rtr_drafters_choose(ts->config.drafters, &ask, node->drafters, &node->beat);
+}
+
+/* Of the views up to so many that are allowed, the chosen one first. first: of the first view.
+ * Answers how many; *allowed_out: of how many. */
+static uint32_t list_allowed(const bool *first, size_t stride, uint32_t count, uint32_t chosen,
+                             uint32_t nodes[RTR_TRACE_CANDIDATES_MAX], uint32_t *allowed_out)
+{
+    uint32_t listed = 1;
+
+    nodes[0] = chosen;
+    *allowed_out = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const bool allowed = *(const bool *)((const uint8_t *)first + i * stride);
+        *allowed_out += allowed;
+        if (allowed && i != chosen && listed < RTR_TRACE_CANDIDATES_MAX) {
+            nodes[listed++] = i;
+        }
+    }
+    return listed;
+}
+
+static void trace_nodes(const rtr_tickets_t *ts, const rtr_place_ask_t *ask, const rtr_ticket_t *t,
+                        rtr_trace_decision_t *d)
+{
+    const uint32_t slots = rtr_registry_slots(ts->config.registry);
+    rtr_prefill_explained_t why[RTR_TRACE_CANDIDATES_MAX];
+    uint32_t nodes[RTR_TRACE_CANDIDATES_MAX];
+
+    d->prefill_count = list_allowed(&ts->prefills[0].allowed, sizeof(ts->prefills[0]), slots,
+                                    t->prefill.slot, nodes, &d->prefill_nodes);
+    rtr_explain_prefill(ask, ts->prefills, slots, nodes, d->prefill_count, why);
+    for (uint32_t i = 0; i < d->prefill_count; i++) {
+        (void)snprintf(d->prefills[i].node, sizeof(d->prefills[i].node), "%s",
+                       rtr_registry_node(ts->config.registry, nodes[i])->id);
+        d->prefills[i].why = why[i];
+    }
+    d->decode_count = list_allowed(&ts->decodes[0].allowed, sizeof(ts->decodes[0]), slots,
+                                   t->decode.slot, nodes, &d->decode_nodes);
+    for (uint32_t i = 0; i < d->decode_count; i++) {
+        const rtr_decode_view_t *v = &ts->decodes[nodes[i]];
+        (void)snprintf(d->decodes[i].node, sizeof(d->decodes[i].node), "%s",
+                       rtr_registry_node(ts->config.registry, nodes[i])->id);
+        d->decodes[i].running = v->running;
+        d->decodes[i].free_blocks = v->free_blocks;
+        d->decodes[i].why = rtr_explain_decode(ask, v);
+    }
+}
+
+/* As the views stand that the choice was made from. */
+void rtr_attempt_note_decision(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_place_ask_t *ask)
+{
+    rtr_trace_decision_t *d = NULL;
+
+    if (ts->config.trace == NULL) {
+        return;
+    }
+    d = rtr_trace_open(ts->config.trace);
+    t->decision = d->number;
+    t->given_before = rtr_ticket_received(t);
+    (void)snprintf(d->request, sizeof(d->request), "%s", t->req->request_id);
+    d->prompt = t->prompt_idx;
+    d->attempt = t->attempt;
+    d->prompt_tokens = rtr_ticket_prompt(t)->count;
+    d->generated_tokens = t->given_before;
+    d->policy = ask->policy;
+    d->draft = t->draft;
+    d->prompt_class = t->prompt_class;
+    trace_nodes(ts, ask, t, d);
+}
