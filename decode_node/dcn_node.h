@@ -67,6 +67,7 @@ typedef struct dcn_choice {
 typedef struct dcn_ticket {
     uint64_t ticket;
     uint32_t attempt;
+    char router[TD_MSG_ID_CHARS_MAX + 1]; /* whose it is */
     dcn_state_t state;
     td_msg_work_t work;    /* borrows from arena */
     td_msg_arena_t *arena; /* owned */
@@ -191,11 +192,12 @@ typedef struct dcn_node {
     bool draft_model_missed; /* a request has asked for one that is not here: said once */
     td_acceptance_t acceptance[TD_DRAFTER_KINDS][TD_DRAFT_CONFIDENCES]; /* of all choices */
     td_acceptance_t
-        drafts_made[TD_DRAFTER_KINDS]; /* of those planned: not dropped by the drafter */
-    td_memo_t *memo;                   /* owned; NULL: answers are not remembered */
-    td_draft_stats_t *past;            /* owned; what drafts were worth here lately */
-    uint64_t told_router;              /* incarnation of the router that was told it */
-    td_msg_heartbeat_t costs;          /* only those of steps and passes */
+        drafts_made[TD_DRAFTER_KINDS];     /* of those planned: not dropped by the drafter */
+    td_memo_t *memo;                       /* owned; NULL: answers are not remembered */
+    td_draft_stats_t *past;                /* owned; what drafts were worth here lately */
+    uint64_t told_routers[TD_ROUTERS_MAX]; /* ring: incarnations of routers that were told it */
+    uint32_t told_next;
+    td_msg_heartbeat_t costs; /* only those of steps and passes */
     uint64_t next_costs_ns;
     dcn_unsent_t unsent[DCN_BATCH_ROWS_MAX]; /* choices of a ticket stand together */
     uint32_t unsent_count;
@@ -245,6 +247,8 @@ void dcn_ticket_settle(dcn_node_t *dcn, dcn_ticket_t *ticket);
 void dcn_ticket_tick(dcn_node_t *dcn);
 /** The most blocks that one choice needs at once: all, or what its mask shows. */
 uint32_t dcn_ticket_blocks_max(const dcn_node_t *dcn, const dcn_ticket_t *ticket);
+/** Blocks that it may hold at once, as its router counts them. */
+uint32_t dcn_ticket_promise(const dcn_node_t *dcn, const dcn_ticket_t *ticket);
 /** Does generation need a block of the prompt? */
 bool dcn_ticket_needs(const dcn_ticket_t *ticket, uint32_t block);
 
@@ -326,7 +330,7 @@ void dcn_worth_step(dcn_node_t *dcn, const dcn_part_t *part, uint32_t accepted);
 /** The ticket ended well: its report is complete, and is remembered. */
 void dcn_worth_end(dcn_node_t *dcn, dcn_ticket_t *ticket);
 /** Tells a router what is remembered, once. */
-void dcn_worth_tell(dcn_node_t *dcn, uint64_t router_incarnation);
+void dcn_worth_tell(dcn_node_t *dcn, const char *router, uint64_t incarnation);
 /** Adds to a heartbeat what steps and passes cost at the batch of now. */
 void dcn_worth_costs(dcn_node_t *dcn, td_msg_heartbeat_t *load);
 

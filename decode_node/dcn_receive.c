@@ -22,7 +22,7 @@ static void fail(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
     if (td_bus_send(d->node.proc.bus, t->work.peer_id, &msg) != TD_OK) {
         TD_LOG_DEBUG("prefill not told", "req=%s", t->work.request_id);
     }
-    if (td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
+    if (td_bus_send(d->node.proc.bus, t->router, &msg) != TD_OK) {
         TD_LOG_WARN("router not told", "req=%s", t->work.request_id);
     }
     dcn_ticket_end(d, t, status);

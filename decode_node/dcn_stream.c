@@ -133,7 +133,7 @@ static td_status_t send_out(dcn_node_t *d, const dcn_choice_t *c)
     if (c->stop.matched) {
         m->stop_match = w->stops[c->stop.which];
     }
-    return td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg);
+    return td_bus_send(d->node.proc.bus, c->ticket->router, &msg);
 }
 
 /* --- tokens ----------------------------------------------------------------------------------- */

@@ -1,6 +1,7 @@
 /* A decode ticket's life: reservation, and its one end. */
 #include "decode_node/dcn_node.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
@@ -18,13 +19,13 @@ dcn_ticket_t *dcn_ticket_find(dcn_node_t *d, uint64_t ticket, uint32_t attempt)
     return NULL;
 }
 
-static void send_reserved(dcn_node_t *d, const td_msg_work_t *w, td_status_t status,
-                          uint32_t have_blocks)
+static void send_reserved(dcn_node_t *d, const char *router, const td_msg_work_t *w,
+                          td_status_t status, uint32_t have_blocks)
 {
     td_msg_t msg = {.type = TD_MSG_RESERVED};
     msg.u.reserved = (td_msg_reserved_t){
         .ticket = w->ticket, .attempt = w->attempt, .status = status, .have_blocks = have_blocks};
-    if (td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
+    if (td_bus_send(d->node.proc.bus, router, &msg) != TD_OK) {
         TD_LOG_WARN("reservation not answered", "req=%s", w->request_id);
     }
 }
@@ -50,7 +51,7 @@ static void send_end(dcn_node_t *d, const dcn_ticket_t *t, td_status_t status)
         msg.u.end.usage.accepted_draft_tokens += t->drafts.accepted[i];
         msg.u.end.usage.rejected_draft_tokens += t->drafts.drafted[i] - t->drafts.accepted[i];
     }
-    if (td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
+    if (td_bus_send(d->node.proc.bus, t->router, &msg) != TD_OK) {
         TD_LOG_WARN("end not reported", "req=%s", t->work.request_id);
     }
 }
@@ -269,6 +270,14 @@ static uint64_t most_blocks(const dcn_node_t *d, const dcn_ticket_t *t)
            (t->work.n > 1 ? computing - TD_MIN(computing, needed) : 0);
 }
 
+uint32_t dcn_ticket_promise(const dcn_node_t *d, const dcn_ticket_t *t)
+{
+    const uint64_t tokens = t->work.prompt_tokens + (uint64_t)t->work.max_tokens * t->work.n;
+    const uint64_t all = tokens / td_node_layout(&d->node)->block_tokens + t->work.n;
+
+    return (uint32_t)TD_MIN(all, (uint64_t)t->work.n * dcn_ticket_blocks_max(d, t));
+}
+
 /* Pins what is here and needed of the prompt and promises the rest of the prompt and the growth
  * that is expected of each choice; whoever needs more may give way (dcn_preempt.c). Choices after
  * the first share the prompt's full blocks and copy the partial one when they write. */
@@ -309,6 +318,7 @@ static dcn_ticket_t *ticket_new(dcn_node_t *d, const td_msg_t *msg, td_msg_arena
     t->ticket = msg->u.work.ticket;
     t->attempt = msg->u.work.attempt;
     t->work = msg->u.work;
+    (void)snprintf(t->router, sizeof(t->router), "%s", msg->sender_id);
     t->deadline_ns = td_now_ns() + t->work.budget_ms * TD_NS_PER_MS;
     t->arena = *arena;
     *arena = NULL;
@@ -339,12 +349,12 @@ void dcn_ticket_reserve(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **are
         }
     }
     if (d->node.draining || d->ticket_count >= DCN_TICKETS_MAX) {
-        send_reserved(d, w, TD_ERR_BUSY, 0);
+        send_reserved(d, msg->sender_id, w, TD_ERR_BUSY, 0);
         return;
     }
     t = ticket_new(d, msg, arena);
     if (t == NULL) {
-        send_reserved(d, w, TD_ERR_BUSY, 0);
+        send_reserved(d, msg->sender_id, w, TD_ERR_BUSY, 0);
         return;
     }
     status = check_work(d, &t->work);
@@ -354,7 +364,7 @@ void dcn_ticket_reserve(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **are
     if (status == TD_OK) {
         status = reserve_blocks(d, t);
     }
-    send_reserved(d, &t->work, status, status == TD_OK ? t->held_blocks : 0);
+    send_reserved(d, t->router, &t->work, status, status == TD_OK ? t->held_blocks : 0);
     if (status != TD_OK) {
         ticket_free(d, t); /* never was a ticket: the answer is its end */
         return;

@@ -102,33 +102,45 @@ static void fill(const td_draft_past_t *past, td_msg_draft_past_t *out)
     memcpy(out->accepted, past->accepted, sizeof(out->accepted));
 }
 
-static void send_history(dcn_node_t *d, const td_msg_draft_past_t *list, uint32_t count)
+static void send_history(dcn_node_t *d, const char *router, const td_msg_draft_past_t *list,
+                         uint32_t count)
 {
     td_msg_t msg = {.type = TD_MSG_DRAFT_HISTORY,
                     .u.draft_history = {.count = count, .past = list}};
 
-    if (count > 0 && td_bus_send(d->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
+    if (count > 0 && td_bus_send(d->node.proc.bus, router, &msg) != TD_OK) {
         TD_LOG_WARN("what drafts were worth not told", "entries=%u", count);
     }
 }
 
+static bool was_told(const dcn_node_t *d, uint64_t incarnation)
+{
+    for (uint32_t i = 0; i < TD_ROUTERS_MAX; i++) {
+        if (d->told_routers[i] == incarnation) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* In the order of their last report, so that the router's table is in that order too. */
-void dcn_worth_tell(dcn_node_t *d, uint64_t router_incarnation)
+void dcn_worth_tell(dcn_node_t *d, const char *router, uint64_t incarnation)
 {
     td_msg_draft_past_t list[TOLD_AT_ONCE];
     const td_draft_past_t *past = NULL;
     uint32_t count = 0;
 
-    if (d->past == NULL || d->told_router == router_incarnation) {
+    if (d->past == NULL || was_told(d, incarnation)) {
         return;
     }
-    d->told_router = router_incarnation;
+    d->told_routers[d->told_next] = incarnation;
+    d->told_next = (d->told_next + 1) % TD_ROUTERS_MAX;
     past = td_draft_stats_oldest(d->past);
     while (past != NULL) {
         fill(past, &list[count++]);
         past = td_draft_stats_newer(d->past, past);
         if (count == TOLD_AT_ONCE || past == NULL) {
-            send_history(d, list, count);
+            send_history(d, router, list, count);
             count = 0;
         }
     }

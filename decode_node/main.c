@@ -49,24 +49,41 @@ static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
     }
 }
 
-static void on_fenced(void *ctx, uint64_t incarnation)
+static void on_fenced(void *ctx, const char *router, uint64_t incarnation)
 {
     dcn_node_t *d = ctx;
     dcn_ticket_t *next = NULL;
     (void)incarnation;
     for (dcn_ticket_t *t = d->tickets; t != NULL; t = next) {
         next = t->next;
-        dcn_ticket_end(d, t, TD_ERR_STALE);
+        if (router == NULL || strcmp(t->router, router) == 0) {
+            dcn_ticket_end(d, t, TD_ERR_STALE);
+        }
     }
 }
 
-static void handle_cancel(dcn_node_t *d, const td_msg_ticket_t *cancel)
+/* What other routers than this one have here. */
+static void on_share(void *ctx, const char *router, td_msg_heartbeat_t *load)
+{
+    const dcn_node_t *d = ctx;
+
+    for (const dcn_ticket_t *t = d->tickets; t != NULL; t = t->next) {
+        if (t->state != DCN_DRAIN && strcmp(t->router, router) != 0) {
+            load->other_requests += t->work.n;
+            load->other_tokens += t->state == DCN_RUNNING ? t->live : 0;
+            load->other_blocks += dcn_ticket_promise(d, t);
+        }
+    }
+}
+
+static void handle_cancel(dcn_node_t *d, const char *router, const td_msg_ticket_t *cancel)
 {
     dcn_ticket_t *next = NULL;
     td_node_forget(&d->node, cancel->ticket, cancel->attempt); /* it may overtake its Reserve */
     for (dcn_ticket_t *t = d->tickets; t != NULL; t = next) {
         next = t->next;
-        if (t->ticket == cancel->ticket && t->attempt <= cancel->attempt) {
+        if (t->ticket == cancel->ticket && t->attempt <= cancel->attempt &&
+            strcmp(t->router, router) == 0) {
             dcn_ticket_end(d, t, TD_ERR_CANCELLED);
         }
     }
@@ -74,11 +91,11 @@ static void handle_cancel(dcn_node_t *d, const td_msg_ticket_t *cancel)
 
 static void handle(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
 {
-    bool from_router = strcmp(msg->sender_id, TD_ROUTER_ID) == 0;
+    const bool from_router = td_member_is_router(d->node.member, msg->sender_id);
 
     if (td_member_handle(d->node.member, msg)) {
         if (msg->type == TD_MSG_REGISTERED && msg->u.registered.accepted) {
-            dcn_worth_tell(d, msg->sender_incarnation);
+            dcn_worth_tell(d, msg->sender_id, msg->sender_incarnation);
         }
         return;
     }
@@ -88,7 +105,7 @@ static void handle(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
     if (msg->type == TD_MSG_RESERVE && from_router) {
         dcn_ticket_reserve(d, msg, arena);
     } else if (msg->type == TD_MSG_CANCEL && from_router) {
-        handle_cancel(d, &msg->u.ticket);
+        handle_cancel(d, msg->sender_id, &msg->u.ticket);
     } else if (msg->type == TD_MSG_MEMO_FOUND) {
         dcn_memo_told(d, &msg->u.memo);
     } else if (msg->type == TD_MSG_LAYERS_READY) {
@@ -181,13 +198,14 @@ static td_status_t open_drafters(void *ctx)
 static td_status_t start(dcn_node_t *d)
 {
     const td_config_t *c = d->node.proc.config;
-    td_node_setup_t setup = {.role = TD_ROLE_DECODE,
-                             .metric_prefix = "tandem_decode",
-                             .kv_metric = "tandem_decode_kv_blocks",
-                             .checksum_metric = "tandem_decode_checksum_failures_total",
-                             .kv_bytes = td_config_u64(c, "kv-memory"),
-                             .open_more = open_drafters,
-                             .events = {.ctx = d, .peer_down = on_peer_down, .fenced = on_fenced}};
+    td_node_setup_t setup = {
+        .role = TD_ROLE_DECODE,
+        .metric_prefix = "tandem_decode",
+        .kv_metric = "tandem_decode_kv_blocks",
+        .checksum_metric = "tandem_decode_checksum_failures_total",
+        .kv_bytes = td_config_u64(c, "kv-memory"),
+        .open_more = open_drafters,
+        .events = {.ctx = d, .peer_down = on_peer_down, .fenced = on_fenced, .share = on_share}};
     td_status_t status = TD_OK;
 
     d->batch_max = (uint32_t)td_config_u64(c, "batch-max");

@@ -43,9 +43,10 @@ static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
     td_transfer_peer_remove(d->transfer, incarnation);
 }
 
-static void on_fenced(void *ctx, uint64_t incarnation)
+static void on_fenced(void *ctx, const char *router, uint64_t incarnation)
 {
     kvs_donor_t *d = ctx;
+    (void)router;
     td_transfer_set_incarnation(d->transfer, incarnation);
 }
 

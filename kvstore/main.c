@@ -260,14 +260,14 @@ static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
     }
 }
 
-static void on_fenced(void *ctx, uint64_t incarnation)
+static void on_fenced(void *ctx, const char *router, uint64_t incarnation)
 {
     app_t *app = ctx;
     if (app->transfer != NULL) {
         td_transfer_set_incarnation(app->transfer, incarnation);
     }
-    if (app->coord != NULL) {
-        td_coord_resign(app->coord); /* until it knows us again */
+    if (app->coord != NULL && (router == NULL || td_member_registered(app->member) == 0)) {
+        td_coord_resign(app->coord); /* until one knows us again */
     }
 }
 

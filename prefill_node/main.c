@@ -28,24 +28,40 @@ static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
     }
 }
 
-static void on_fenced(void *ctx, uint64_t incarnation)
+static void on_fenced(void *ctx, const char *router, uint64_t incarnation)
 {
     pfn_node_t *p = ctx;
     pfn_request_t *next = NULL;
     (void)incarnation;
     for (pfn_request_t *r = p->requests; r != NULL; r = next) {
         next = r->next;
-        pfn_request_end(p, r, TD_ERR_STALE);
+        if (router == NULL || strcmp(r->router, router) == 0) {
+            pfn_request_end(p, r, TD_ERR_STALE);
+        }
     }
 }
 
-static void handle_cancel(pfn_node_t *p, const td_msg_ticket_t *cancel)
+/* What other routers than this one have here. */
+static void on_share(void *ctx, const char *router, td_msg_heartbeat_t *load)
+{
+    const pfn_node_t *p = ctx;
+
+    for (const pfn_request_t *r = p->requests; r != NULL; r = r->next) {
+        if (r->state < PFN_WAIT_ACK && strcmp(r->router, router) != 0) {
+            load->other_requests++;
+            load->other_tokens += r->work.prompt_tokens - r->done_tokens;
+        }
+    }
+}
+
+static void handle_cancel(pfn_node_t *p, const char *router, const td_msg_ticket_t *cancel)
 {
     pfn_request_t *next = NULL;
     td_node_forget(&p->node, cancel->ticket, cancel->attempt); /* it may overtake its Start */
     for (pfn_request_t *r = p->requests; r != NULL; r = next) {
         next = r->next;
-        if (r->ticket == cancel->ticket && r->attempt <= cancel->attempt) {
+        if (r->ticket == cancel->ticket && r->attempt <= cancel->attempt &&
+            strcmp(r->router, router) == 0) {
             pfn_request_end(p, r, TD_ERR_CANCELLED);
         }
     }
@@ -71,7 +87,7 @@ static void handle_answer(pfn_node_t *p, const td_msg_t *msg)
 
 static void handle(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **arena)
 {
-    bool from_router = strcmp(msg->sender_id, TD_ROUTER_ID) == 0;
+    const bool from_router = td_member_is_router(p->node.member, msg->sender_id);
 
     if (td_member_handle(p->node.member, msg) || kvs_client_handle(p->store, msg)) {
         return;
@@ -79,7 +95,7 @@ static void handle(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **arena)
     if (msg->type == TD_MSG_START && from_router) {
         pfn_request_start(p, msg, arena);
     } else if (msg->type == TD_MSG_CANCEL && from_router) {
-        handle_cancel(p, &msg->u.ticket);
+        handle_cancel(p, msg->sender_id, &msg->u.ticket);
     } else if (msg->type == TD_MSG_KV_ACK || msg->type == TD_MSG_KV_FAILED) {
         handle_answer(p, msg);
     } else {
@@ -152,13 +168,14 @@ static void run(pfn_node_t *p)
 static td_status_t start(pfn_node_t *p)
 {
     const td_config_t *c = p->node.proc.config;
-    td_node_setup_t setup = {.role = TD_ROLE_PREFILL,
-                             .metric_prefix = "tandem_prefill",
-                             .kv_metric = "tandem_prefill_kv_blocks",
-                             .checksum_metric = "tandem_prefill_checksum_failures_total",
-                             .rows_max = (uint32_t)td_config_u64(c, "chunk-tokens"),
-                             .kv_bytes = td_config_u64(c, "kv-memory"),
-                             .events = {.ctx = p, .peer_down = on_peer_down, .fenced = on_fenced}};
+    td_node_setup_t setup = {
+        .role = TD_ROLE_PREFILL,
+        .metric_prefix = "tandem_prefill",
+        .kv_metric = "tandem_prefill_kv_blocks",
+        .checksum_metric = "tandem_prefill_checksum_failures_total",
+        .rows_max = (uint32_t)td_config_u64(c, "chunk-tokens"),
+        .kv_bytes = td_config_u64(c, "kv-memory"),
+        .events = {.ctx = p, .peer_down = on_peer_down, .fenced = on_fenced, .share = on_share}};
 
     setup.logit_rows_max = TD_MIN(setup.rows_max, PFN_LOGIT_ROWS_MAX);
     p->chunk_tokens = setup.rows_max;

@@ -106,7 +106,7 @@ static void send_prompt_logprobs(pfn_node_t *p, pfn_request_t *r)
                                                       .top_total = total,
                                                       .top_tokens = tokens,
                                                       .top_logprobs = tops}};
-        if (td_bus_send(p->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
+        if (td_bus_send(p->node.proc.bus, r->router, &msg) != TD_OK) {
             TD_LOG_WARN("prompt logprobs not sent", "req=%s", r->work.request_id);
         }
     }

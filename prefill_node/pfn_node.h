@@ -32,11 +32,13 @@ typedef enum pfn_state {
 typedef struct pfn_request {
     uint64_t ticket;
     uint32_t attempt;
+    char router[TD_MSG_ID_CHARS_MAX + 1]; /* whose it is */
     uint64_t serial; /* unique in this process: names it to the store's client */
     pfn_state_t state;
     td_msg_work_t work;    /* borrows from arena */
     td_msg_arena_t *arena; /* owned */
-    uint64_t deadline_ns;  /* of the whole leg */
+    uint64_t start_ns;
+    uint64_t deadline_ns; /* of the whole leg */
     uint64_t ack_deadline_ns;
     td_seq_t seq;         /* owned */
     td_block_key_t *keys; /* owned, [blocks]: full ones, then the partial one's */
@@ -102,6 +104,7 @@ typedef struct pfn_node {
     uint32_t request_count;
     pfn_batch_t batch;
     uint64_t next_serial;
+    uint64_t last_end_ns;         /* of a request that was computed */
     uint64_t tokens_per_s;        /* measured over batches */
     pfn_rate_t compute_rate;      /* blocks' worth of rows */
     pfn_rate_t fetch_rate;        /* blocks from the store, hashed */

@@ -1,6 +1,7 @@
 /* A prefill request's life: how it begins, and its one end. */
 #include "prefill_node/pfn_node.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
@@ -16,6 +17,16 @@ pfn_request_t *pfn_request_find(pfn_node_t *p, uint64_t ticket, uint32_t attempt
         }
     }
     return NULL;
+}
+
+/* Prompts follow each other: the times since the last end add up to the time that we were busy. */
+static uint64_t take_busy_ns(pfn_node_t *p, const pfn_request_t *r)
+{
+    const uint64_t now = td_now_ns();
+    const uint64_t since = TD_MAX(r->start_ns, p->last_end_ns);
+
+    p->last_end_ns = now;
+    return now - since;
 }
 
 static void send_end(pfn_node_t *p, const pfn_request_t *r, td_status_t status)
@@ -34,7 +45,8 @@ static void send_end(pfn_node_t *p, const pfn_request_t *r, td_status_t status)
     m->usage.computed_tokens =
         r->done_tokens -
         TD_MIN(r->done_tokens, m->usage.cached_local_tokens + m->usage.cached_store_tokens);
-    if (td_bus_send(p->node.proc.bus, TD_ROUTER_ID, &msg) != TD_OK) {
+    m->busy_ns = status == TD_OK ? take_busy_ns(p, r) : 0;
+    if (td_bus_send(p->node.proc.bus, r->router, &msg) != TD_OK) {
         TD_LOG_WARN("end not reported", "req=%s", r->work.request_id);
     }
 }
@@ -206,7 +218,9 @@ void pfn_request_start(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **aren
     r->attempt = w->attempt;
     r->serial = ++p->next_serial;
     r->work = *w;
-    r->deadline_ns = td_now_ns() + w->budget_ms * TD_NS_PER_MS;
+    (void)snprintf(r->router, sizeof(r->router), "%s", msg->sender_id);
+    r->start_ns = td_now_ns();
+    r->deadline_ns = r->start_ns + w->budget_ms * TD_NS_PER_MS;
     r->arena = *arena;
     *arena = NULL;
     while (*link != NULL) {

@@ -28,7 +28,7 @@ typedef struct app {
 } app_t;
 
 static const td_option_t options[] = {
-    {"id", TD_OPTION_CHOICE, TD_ROUTER_ID, "name in the cluster, fixed", 0, 0, TD_ROUTER_ID},
+    {"id", TD_OPTION_TEXT, TD_ROUTER_ID, "name in the cluster, unique where there are several"},
     {"listen", TD_OPTION_TEXT, "tcp://127.0.0.1:5570", "ZeroMQ endpoint to bind"},
     {"advertise", TD_OPTION_TEXT, NULL, "host that other processes reach this one by"},
     {"http", TD_OPTION_TEXT, "127.0.0.1:8000", "address of the HTTP API"},

@@ -46,12 +46,13 @@ static void handle_reserved(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *
 static void learn_tbt(rtr_tickets_t *ts, const rtr_ticket_t *t, double ns)
 {
     rtr_node_t *node = rtr_registry_node(ts->config.registry, t->decode.slot);
-    const uint64_t blocks = node->sequences > 0
-                                ? node->promised_blocks * node->decoding / node->sequences
-                                : node->promised_blocks;
+    const uint64_t promised = node->promised_blocks + node->beat.other_blocks;
+    const uint32_t sequences = node->sequences + node->beat.other_requests;
+    const uint32_t decoding = node->decoding + node->beat.other_tokens;
+    const uint64_t blocks = sequences > 0 ? promised * decoding / sequences : promised;
 
-    rtr_tbt_observe(&node->tbt, &ts->tbt, node->decoding, blocks, ns);
-    rtr_tbt_observe(&ts->tbt, NULL, node->decoding, blocks, ns);
+    rtr_tbt_observe(&node->tbt, &ts->tbt, decoding, blocks, ns);
+    rtr_tbt_observe(&ts->tbt, NULL, decoding, blocks, ns);
 }
 
 static void observe_token(rtr_tickets_t *ts, rtr_ticket_t *t, rtr_choice_t *choice, uint32_t count)
@@ -137,8 +138,8 @@ void rtr_ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
     if (rtr_leg_is_live(ts, &t->decode)) { /* else what it held was forgotten, and is gone */
         rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
     }
-    rtr_drafters_answered(ts->config.drafters, t->tenant, t->prompt_class, rtr_ticket_prompt(t)->hash,
-                          &t->report);
+    rtr_drafters_answered(ts->config.drafters, t->tenant, t->prompt_class,
+                          rtr_ticket_prompt(t)->hash, &t->report);
     rtr_ticket_destroy(ts, t, false);
     if (req->tickets_left == 0) {
         rtr_end_complete(ts, req);
@@ -201,7 +202,8 @@ static void handle_tokens(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *ms
                          .is_prompt = m->is_prompt};
     rtr_choice_t *choice = NULL;
 
-    if (t->state != RTR_TICKET_RUNNING || !from_leg(ts, m->is_prompt ? &t->prefill : &t->decode, msg)) {
+    if (t->state != RTR_TICKET_RUNNING ||
+        !from_leg(ts, m->is_prompt ? &t->prefill : &t->decode, msg)) {
         return;
     }
     if (m->is_prompt) {
@@ -249,14 +251,17 @@ static void note_cached(rtr_ticket_t *t, const td_msg_usage_t *found)
 }
 
 /* What the prompt took, by what the node says it computed and pulled. */
-static void learn_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t, const td_msg_usage_t *usage)
+static void learn_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t, const td_msg_end_t *m)
 {
+    const td_msg_usage_t *usage = &m->usage;
     rtr_node_t *node = rtr_registry_node(ts->config.registry, t->prefill.slot);
     const uint64_t cached = (uint64_t)usage->cached_local_tokens + usage->cached_store_tokens;
     const rtr_work_t work =
         rtr_work_of(rtr_ticket_prompt(t)->count, (uint32_t)TD_MIN(cached, UINT32_MAX),
                     (uint32_t)TD_MIN(usage->cached_store_tokens, rtr_ticket_prompt(t)->count));
-    const double ns = (double)rtr_backlog_end(&node->backlog, t->start_ns, td_now_ns());
+    const uint64_t seen_ns = rtr_backlog_end(&node->backlog, t->start_ns, td_now_ns());
+    /* The node knows better: between our prompts it may have had other routers'. */
+    const double ns = (double)(m->busy_ns > 0 ? m->busy_ns : seen_ns);
 
     rtr_work_observe(&node->prefill_time, &ts->prefill_time, &work, ns);
     rtr_work_observe(&ts->prefill_time, NULL, &work, ns);
@@ -277,7 +282,7 @@ static void prefill_ended(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_end_t
         return;
     }
     if (t->prefill.held) {
-        learn_prefill(ts, t, &m->usage);
+        learn_prefill(ts, t, m);
     }
     rtr_prefill_release(ts, t);
     note_cached(t, &m->usage);
@@ -344,9 +349,9 @@ static void ticket_message(rtr_tickets_t *ts, const td_msg_t *msg, uint64_t id, 
         break;
     default: /* KV_FAILED: what the prefill node has cannot be read, or is not what it should be */
         if (from_leg(ts, &t->decode, msg)) {
-            rtr_attempt_failed(ts, t,
-                          msg->u.ticket.status == TD_OK ? TD_ERR_CORRUPT : msg->u.ticket.status,
-                          t->prefill.slot, "hand-off failed");
+            rtr_attempt_failed(
+                ts, t, msg->u.ticket.status == TD_OK ? TD_ERR_CORRUPT : msg->u.ticket.status,
+                t->prefill.slot, "hand-off failed");
         }
         break;
     }

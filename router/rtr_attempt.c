@@ -178,13 +178,13 @@ bool rtr_attempt_refused(rtr_tickets_t *ts, const rtr_ticket_t *t)
     }
     if (!prefill || !decode) {
         rtr_end_failed(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "no_nodes",
-                     !prefill ? "No prefill node is live." : "No decode node is live.");
+                       !prefill ? "No prefill node is live." : "No decode node is live.");
         return true;
     }
     if (pinned_is_missing(ts, TD_ROLE_PREFILL, rtr_ticket_pinned(t, TD_ROLE_PREFILL)) ||
         pinned_is_missing(ts, TD_ROLE_DECODE, rtr_ticket_pinned(t, TD_ROLE_DECODE))) {
         rtr_end_failed(ts, t->req, RTR_OUTCOME_BAD_REQUEST, 400, "no_such_node",
-                     "tandem: a node that was named is not live, or has another role.");
+                       "tandem: a node that was named is not live, or has another role.");
         return true;
     }
     return false;
@@ -241,7 +241,7 @@ static bool refuse_by_slo(rtr_tickets_t *ts, const rtr_ticket_t *t,
                        ask.tbt_ns / (double)TD_NS_PER_MS, ask.slo.tbt_ms);
     }
     rtr_end_failed_for(ts, t->req, RTR_OUTCOME_REJECTED, 429,
-                     verdict == RTR_REFUSE_TTFT ? "slo_ttft" : "slo_tbt", text, retry_after_s);
+                       verdict == RTR_REFUSE_TTFT ? "slo_ttft" : "slo_tbt", text, retry_after_s);
     return true;
 }
 
@@ -258,8 +258,10 @@ void rtr_attempt_begin(rtr_tickets_t *ts, rtr_ticket_t *t)
         rtr_prefill_choice_t prefill = rtr_ticket_choose_prefill(ts, t, &ask, false);
         rtr_decode_choice_t decode = rtr_ticket_choose_decode(ts, t, &ask, false);
 
-        prefill = prefill.node != RTR_PLACE_NONE ? prefill : rtr_ticket_choose_prefill(ts, t, &ask, true);
-        decode = decode.node != RTR_PLACE_NONE ? decode : rtr_ticket_choose_decode(ts, t, &ask, true);
+        prefill =
+            prefill.node != RTR_PLACE_NONE ? prefill : rtr_ticket_choose_prefill(ts, t, &ask, true);
+        decode =
+            decode.node != RTR_PLACE_NONE ? decode : rtr_ticket_choose_decode(ts, t, &ask, true);
         if (prefill.node == RTR_PLACE_NONE || decode.node == RTR_PLACE_NONE) {
             rtr_queue_join(ts, t);
             return;
@@ -332,14 +334,15 @@ void rtr_attempt_credit(rtr_tickets_t *ts, const rtr_leg_t *leg)
 
 /* An attempt has failed. culprit: the slot to keep away from, or RTR_PLACE_NONE. */
 void rtr_attempt_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, uint32_t culprit,
-                          const char *what)
+                        const char *what)
 {
     rtr_attempt_note_end(ts, t, what);
     TD_LOG_WARN("attempt failed", "req=%s attempt=%u what=\"%s\" status=%s", t->req->request_id,
                 t->attempt, what, td_status_name(status));
-    if (is_request_fault(status) && !rtr_ticket_has_begun(t)) { /* else others can, if not this one */
+    if (is_request_fault(status) &&
+        !rtr_ticket_has_begun(t)) { /* else others can, if not this one */
         rtr_end_failed(ts, t->req, RTR_OUTCOME_BAD_REQUEST, 400, NULL,
-                     "The model cannot serve this request as it is.");
+                       "The model cannot serve this request as it is.");
         return;
     }
     if (rtr_ticket_has_all_tokens(t) && !rtr_ticket_holds_for_echo(t)) {
@@ -352,7 +355,7 @@ void rtr_attempt_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, 
     }
     if (t->failures >= RTR_RETRIES_MAX || t->retries >= RTR_FAILOVERS_MAX) {
         rtr_end_failed(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 502, "upstream_error",
-                     "The request failed on the nodes that were tried.");
+                       "The request failed on the nodes that were tried.");
         return;
     }
     t->failures++;

@@ -160,14 +160,18 @@ static const rtr_estimate_t *known_of(const rtr_estimate_t *own, const rtr_estim
 /* What is under way takes this much longer; its first prompt has been at it for some time. A node
  * that should have ended by now is taken to need as long again as it is late: one that is stuck
  * must not look idle. */
-static double queue_ns(const rtr_estimate_t *known, const rtr_backlog_t *b, uint64_t now_ns)
+static double queue_ns(const rtr_estimate_t *known, const rtr_prefill_view_t *v, uint64_t now_ns)
 {
+    const rtr_backlog_t *b = v->backlog;
     double left = 0;
 
-    if (b->work.prompts == 0) {
-        return 0;
+    if (v->others != NULL && v->others->prompts > 0) {
+        left = rtr_work_ns(known, v->others); /* as old as a heartbeat */
     }
-    left = rtr_work_ns(known, &b->work);
+    if (b->work.prompts == 0) {
+        return left;
+    }
+    left += rtr_work_ns(known, &b->work);
     if (known != &unknown && now_ns > b->since_ns) {
         left -= (double)(now_ns - b->since_ns);
     }
@@ -264,7 +268,7 @@ static double prefill_score(const rtr_place_ask_t *ask, const common_t *c,
                             const rtr_prefill_view_t *v, double mean)
 {
     const rtr_estimate_t *known = known_of(v->estimate, ask->typical);
-    const double queue = queue_ns(known, v->backlog, ask->now_ns);
+    const double queue = queue_ns(known, v, ask->now_ns);
     plan_t plan = {0};
 
     if (ask->policy == RTR_POLICY_LEAST_LOADED) {
@@ -306,7 +310,7 @@ static rtr_prefill_choice_t prefill_choice(const rtr_place_ask_t *ask,
     const rtr_estimate_t *known = known_of(views[at].estimate, ask->typical);
     const common_t common = common_of(ask);
     const plan_t plan = plan_of(ask, &common, &views[at], known);
-    const double ttft = plan.ns + queue_ns(known, views[at].backlog, ask->now_ns);
+    const double ttft = plan.ns + queue_ns(known, &views[at], ask->now_ns);
 
     return (rtr_prefill_choice_t){
         .node = at,
@@ -366,7 +370,7 @@ void rtr_explain_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_t *v
         const rtr_prefill_view_t *v = &views[nodes[i]];
         const rtr_estimate_t *known = known_of(v->estimate, ask->typical);
         const plan_t plan = plan_of(ask, &common, v, known);
-        const double queue = queue_ns(known, v->backlog, ask->now_ns);
+        const double queue = queue_ns(known, v, ask->now_ns);
         out[i] = (rtr_prefill_explained_t){.score_ns = prefill_score(ask, &common, v, mean),
                                            .queue_ns = queue,
                                            .ttft_ns = known == &unknown ? -1 : plan.ns + queue,

@@ -80,6 +80,7 @@ typedef struct rtr_prefill_view {
     uint32_t match_tokens;
     double lately; /* rtr_backlog_lately() */
     const rtr_backlog_t *backlog;
+    const rtr_work_t *others; /* under way for other routers, as the node last said; NULL: none */
     const rtr_estimate_t *estimate;
 } rtr_prefill_view_t;
 
@@ -112,7 +113,7 @@ rtr_prefill_choice_t rtr_place_prefill(const rtr_place_ask_t *ask, const rtr_pre
 
 typedef struct rtr_decode_view {
     bool allowed;
-    uint32_t running;      /* sequences under way there, as the router counts them */
+    uint32_t running;      /* sequences under way there: the router's own count, and others' */
     uint64_t promised;     /* blocks those may grow to */
     uint32_t free_blocks;  /* as the node last said */
     uint32_t total_blocks; /* 0 = not known yet */

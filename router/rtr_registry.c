@@ -299,7 +299,7 @@ static td_status_t check_register(rtr_registry_t *reg, const td_msg_t *msg, char
 
     if (strcmp(r->self.id, msg->sender_id) != 0 || r->self.incarnation == 0 ||
         r->self.incarnation != msg->sender_incarnation || r->self.role == TD_ROLE_ROUTER ||
-        strcmp(r->self.id, TD_ROUTER_ID) == 0) {
+        strcmp(r->self.id, td_bus_id(reg->config.bus)) == 0) {
         return refuse(r, why, why_len, "the registration names another process or role");
     }
     if (r->self.id[strspn(r->self.id, ID_CHARS)] != '\0' ||
@@ -490,6 +490,16 @@ static void handle_register(rtr_registry_t *reg, const td_msg_t *msg)
     }
 }
 
+/* Of a prompt that is computed, tokens see half of it. */
+static rtr_work_t others_of(const td_msg_heartbeat_t *beat)
+{
+    const uint64_t each = beat->other_requests > 0 ? beat->other_tokens / beat->other_requests : 0;
+
+    return (rtr_work_t){.prompts = beat->other_requests,
+                        .tokens = beat->other_tokens,
+                        .pairs = beat->other_tokens * each / 2};
+}
+
 static void handle_heartbeat(rtr_registry_t *reg, const td_msg_t *msg)
 {
     td_msg_t answer = {.type = TD_MSG_REGISTERED,
@@ -508,6 +518,7 @@ static void handle_heartbeat(rtr_registry_t *reg, const td_msg_t *msg)
         rtr_events_add(reg->config.events, RTR_EVENT_NODE_DRAINS, msg->sender_id, "", "");
     }
     reg->nodes[slot].beat = msg->u.heartbeat;
+    reg->nodes[slot].others = others_of(&msg->u.heartbeat);
     reg->nodes[slot].seen_ns = td_now_ns();
 }
 

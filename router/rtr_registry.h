@@ -40,6 +40,7 @@ typedef struct rtr_node {
     uint64_t peers_version; /* of the list it was sent last */
     /* Load, counted by rtr_tickets alone. */
     rtr_backlog_t backlog; /* prefill */
+    rtr_work_t others;     /* prefill: for other routers, as it last said */
     uint32_t sequences;    /* decode */
     uint32_t decoding;     /* of the sequences: those that have given a token */
     uint64_t promised_blocks;

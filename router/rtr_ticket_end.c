@@ -21,7 +21,7 @@ static void request_drop(rtr_tickets_t *ts, rtr_request_t *req)
 }
 
 void rtr_end_failed_for(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t outcome, int http,
-                             const char *code, const char *message, uint32_t retry_after_s)
+                        const char *code, const char *message, uint32_t retry_after_s)
 {
     rtr_error_t error;
 
@@ -34,7 +34,7 @@ void rtr_end_failed_for(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t out
 }
 
 void rtr_end_failed(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t outcome, int http,
-                         const char *code, const char *message)
+                    const char *code, const char *message)
 {
     rtr_end_failed_for(ts, req, outcome, http, code, message, http == 429 || http == 503 ? 1 : 0);
 }

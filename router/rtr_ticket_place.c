@@ -54,7 +54,7 @@ const char *rtr_ticket_pinned(const rtr_ticket_t *t, td_role_t role)
 }
 
 bool rtr_ticket_may_use(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t slot,
-                         td_role_t role, bool also_avoided, uint64_t now)
+                        td_role_t role, bool also_avoided, uint64_t now)
 {
     const char *pinned = rtr_ticket_pinned(t, role);
 
@@ -91,7 +91,7 @@ rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t)
 }
 
 rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t,
-                                           const rtr_place_ask_t *ask, bool also_avoided)
+                                               const rtr_place_ask_t *ask, bool also_avoided)
 {
     uint32_t slots = rtr_registry_slots(ts->config.registry);
 
@@ -102,6 +102,7 @@ rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_tick
             .match_tokens = ts->match[i] * ts->config.block_tokens,
             .lately = rtr_backlog_lately(&node->backlog, ask->now_ns),
             .backlog = &node->backlog,
+            .others = &node->others,
             .estimate = &node->prefill_time,
         };
     }
@@ -109,7 +110,7 @@ rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_tick
 }
 
 rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t,
-                                         const rtr_place_ask_t *ask, bool also_avoided)
+                                             const rtr_place_ask_t *ask, bool also_avoided)
 {
     uint32_t slots = rtr_registry_slots(ts->config.registry);
 
@@ -117,8 +118,8 @@ rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket
         const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
         ts->decodes[i] = (rtr_decode_view_t){
             .allowed = rtr_ticket_may_use(t, node, i, TD_ROLE_DECODE, also_avoided, ask->now_ns),
-            .running = node->sequences,
-            .promised = node->promised_blocks,
+            .running = node->sequences + node->beat.other_requests,
+            .promised = node->promised_blocks + node->beat.other_blocks,
             .free_blocks = node->beat.free_blocks,
             .total_blocks = node->beat.total_blocks,
             .match_blocks = ts->match[i],
@@ -129,7 +130,7 @@ rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket
 }
 
 void rtr_attempt_hold(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_prefill_choice_t *prefill,
-                 uint32_t decode, uint64_t now)
+                      uint32_t decode, uint64_t now)
 {
     rtr_node_t *p = rtr_registry_node(ts->config.registry, prefill->node);
     rtr_node_t *d = rtr_registry_node(ts->config.registry, decode);

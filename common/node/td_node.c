@@ -152,13 +152,19 @@ static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
     }
 }
 
-static void on_fenced(void *ctx, uint64_t incarnation)
+static void on_fenced(void *ctx, const char *router, uint64_t incarnation)
 {
     td_node_t *n = ctx;
     td_transfer_set_incarnation(n->transfer, incarnation);
     if (n->events.fenced != NULL) {
-        n->events.fenced(n->events.ctx, incarnation);
+        n->events.fenced(n->events.ctx, router, incarnation);
     }
+}
+
+static void on_share(void *ctx, const char *router, td_msg_heartbeat_t *load)
+{
+    td_node_t *n = ctx;
+    n->events.share(n->events.ctx, router, load);
 }
 
 static td_status_t open_membership(td_node_t *n)
@@ -167,7 +173,8 @@ static td_status_t open_membership(td_node_t *n)
                                  .registered = on_registered,
                                  .peer_up = on_peer_up,
                                  .peer_down = on_peer_down,
-                                 .fenced = on_fenced};
+                                 .fenced = on_fenced,
+                                 .share = n->events.share == NULL ? NULL : on_share};
     td_msg_register_t self = {.http = td_statusd_address(n->proc.statusd),
                               .numerics_class = n->info->numerics_class,
                               .kv_codec = td_kv_codec_name(n->info->kv.codec),

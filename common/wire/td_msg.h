@@ -137,6 +137,11 @@ typedef struct td_msg_heartbeat {
     float step_costs[TD_MSG_DRAFTS_MAX + 1];
     float pass_costs[TD_MSG_DRAFTERS_MAX];
     bool draining; /* it takes no new work */
+    /* For other routers than the one that is told. Prefill: prompts, their tokens not yet computed.
+     * Decode: sequences, of them those that give tokens, blocks that they may grow to. */
+    uint32_t other_requests;
+    uint32_t other_tokens;
+    uint32_t other_blocks;
 } td_msg_heartbeat_t;
 
 typedef struct td_msg_lease {
@@ -292,6 +297,7 @@ typedef struct td_msg_end {
     td_status_t status;
     td_msg_usage_t usage;
     td_msg_drafts_t drafts;
+    uint64_t busy_ns; /* prefill: since its begin, or the node's last end; 0: it doesn't say */
 } td_msg_end_t;
 
 /** What drafts were worth lately: as td_draft_past_t (common/spec). */

@@ -202,6 +202,9 @@ static td_status_t encode_heartbeat(const td_msg_t *msg, PB(Envelope) * env, td_
     pb.total_blocks = m->total_blocks;
     pb.tokens_per_s = m->tokens_per_s;
     pb.draining = m->draining;
+    pb.other_requests = m->other_requests;
+    pb.other_tokens = m->other_tokens;
+    pb.other_blocks = m->other_blocks;
     TD_ASSERT(m->step_cost_count <= TD_MSG_DRAFTS_MAX + 1 &&
               m->pass_cost_count <= TD_MSG_DRAFTERS_MAX);
     PB_ARRAY(pb, step_costs, float, m->step_costs, m->step_cost_count);
@@ -432,6 +435,7 @@ static td_status_t encode_end(const td_msg_t *msg, PB(Envelope) * env, td_str_t 
     pb.leg = (PB(Role))m->leg;
     pb.status = (int32_t)m->status;
     pb.usage = &usage;
+    pb.busy_ns = m->busy_ns;
     env->body_case = TANDEM__V1__ENVELOPE__BODY_END;
     env->end = &pb;
     return pack(msg, env, out);
@@ -815,6 +819,9 @@ static td_status_t read_heartbeat(const PB(Heartbeat) * pb, td_msg_heartbeat_t *
         .total_blocks = pb->total_blocks,
         .tokens_per_s = pb->tokens_per_s,
         .draining = pb->draining,
+        .other_requests = pb->other_requests,
+        .other_tokens = pb->other_tokens,
+        .other_blocks = pb->other_blocks,
         .step_cost_count = (uint32_t)pb->n_step_costs,
         .pass_cost_count = (uint32_t)pb->n_pass_costs,
     };
@@ -1066,6 +1073,7 @@ static td_status_t read_end(const PB(End) * pb, td_msg_end_t *m)
     m->leg = (td_role_t)pb->leg;
     m->status = (td_status_t)pb->status;
     read_usage(pb->usage, &m->usage);
+    m->busy_ns = pb->busy_ns;
     return pb->drafts == NULL ? TD_OK : read_drafts(pb->drafts, &m->drafts);
 }
 

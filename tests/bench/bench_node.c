@@ -19,9 +19,10 @@ static void on_peer_down(void *ctx, const char *id, uint64_t incarnation)
     td_transfer_peer_remove(n->transfer, incarnation);
 }
 
-static void on_fenced(void *ctx, uint64_t incarnation)
+static void on_fenced(void *ctx, const char *router, uint64_t incarnation)
 {
     bench_node_t *n = ctx;
+    (void)router;
     td_transfer_set_incarnation(n->transfer, incarnation);
 }
 

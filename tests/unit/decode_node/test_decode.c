@@ -1106,13 +1106,13 @@ static void test_a_new_router_is_told_what_drafts_were_worth(void **state)
     uint64_t tenant = 0;
 
     assert_int_equal(td_draft_stats_create(DCN_DRAFT_PAST_MAX, &d->past), TD_OK);
-    dcn_worth_tell(d, 5); /* nothing yet, and not asked again */
+    dcn_worth_tell(d, TD_ROUTER_ID, 5); /* nothing yet, and not asked again */
     for (uint64_t i = 1; i <= 150; i++) {
         run_drafts(w, i);
     }
-    dcn_worth_tell(d, 5);
-    dcn_worth_tell(d, 6);
-    dcn_worth_tell(d, 6);
+    dcn_worth_tell(d, TD_ROUTER_ID, 5);
+    dcn_worth_tell(d, TD_ROUTER_ID, 6);
+    dcn_worth_tell(d, TD_ROUTER_ID, 6);
     while (tenant < 150) {
         const td_msg_t msg = expect(w, w->router, TD_MSG_DRAFT_HISTORY, &arena);
         assert_in_range(msg.u.draft_history.count, 1, TD_MSG_DRAFT_PAST_MAX);
@@ -1127,7 +1127,7 @@ static void test_a_new_router_is_told_what_drafts_were_worth(void **state)
         td_msg_arena_free(arena);
     }
     run_drafts(w, 151);
-    dcn_worth_tell(d, 7); /* what comes next is of this life: all, from the first */
+    dcn_worth_tell(d, TD_ROUTER_ID, 7); /* what comes next is of this life: all, from the first */
     for (tenant = 0; tenant < 151;) {
         const td_msg_t msg = expect(w, w->router, TD_MSG_DRAFT_HISTORY, &arena);
         const td_msg_draft_history_t *m = &msg.u.draft_history;
