@@ -17,7 +17,7 @@ PKG_CFLAGS = $(shell pkg-config --cflags $(PKGS))
 PKG_LIBS = $(shell pkg-config --libs $(PKGS))
 # The store's cold tier: what links libkvstore.a needs them.
 TIER_LIBS = $(shell pkg-config --libs liburing lmdb)
-# What uses common/coord, and the load generator, need it.
+# Every process may speak to etcd.
 CURL_LIBS = $(shell pkg-config --libs libcurl)
 CMOCKA_LIBS = $(shell pkg-config --libs cmocka)
 
@@ -40,7 +40,7 @@ endif
 CFLAGS_ALL = -std=c11 $(OPT) -ffp-contract=off -fno-strict-aliasing -pthread $(WARN) $(SANFLAGS) \
              $(DEFS) -I. -I$(GEN) $(PKG_CFLAGS) $(CFLAGS)
 LDFLAGS_ALL = -pthread $(SANFLAGS) $(LDFLAGS)
-LIBS_ALL = $(PKG_LIBS) -lucs -lm -ldl
+LIBS_ALL = $(PKG_LIBS) $(CURL_LIBS) -lucs -lm -ldl
 
 PROGRAMS :=
 COMMON_SRC :=

@@ -177,7 +177,7 @@ static void run(dcn_node_t *d)
         dcn_draft_model_update_metrics(d);
         td_metric_set(d->running, d->ticket_count);
         load = load_of(d);
-        td_member_tick(n->member, &load);
+        td_node_tick(n, &load);
     }
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A cluster on this machine: one router, and any number of prefill nodes, decode nodes and stores.
+# A cluster on this machine: any number of routers, prefill nodes, decode nodes and stores.
 set -euo pipefail
 
 usage() {
@@ -7,7 +7,8 @@ usage() {
 usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
        deploy/local.sh down | status [--dir RUNDIR]
 
-  --router N        routers [1]; several are not possible yet
+  --router N        routers [1], each with an API of its own; several find each other's nodes by an
+                    etcd (--etcd)
   --prefill N       prefill nodes [1]
   --decode N        decode nodes [1]
   --kvstore N       stores [1]; the first is master and segment, further ones are segments. With
@@ -15,7 +16,7 @@ usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
   --etcd            start an etcd on loopback, its data below RUNDIR, and let it decide which of the
                     stores is the master (two stores unless --kvstore says otherwise)
   --host ADDRESS    address the API listens on [127.0.0.1]
-  --port P          port of the API, 0 = any free one [8000]
+  --port P          port of the API, 0 = any free one [8000]; of further routers P + 1 and so on
   --base-port P     ports of everything else count up from here, 0 = any free ones [0]
   --model FILE      GGUF model [build/models/SmolLM2-135M-Instruct.Q4_1.gguf]
   --dir RUNDIR      logs, secret, cluster.json [build/run]
@@ -58,7 +59,8 @@ router_flags=()
 
 # One entry for each process, in starting order.
 ids=() roles=() pids=() https=()
-router_bus=''
+router_bus='' router_at=0
+etcd_url=''
 next_port=0
 
 parse_count() { # OPTION VALUE MAX [DIGITS]
@@ -89,7 +91,7 @@ parse_options() {
         *) fail "'$1' is not an option (see --help)" ;;
         esac
         case $1 in
-        --router) parse_count "$1" "$2" 64 && routers=$((10#$2)) ;;
+        --router) parse_count "$1" "$2" 8 && routers=$((10#$2)) ;;
         --prefill) parse_count "$1" "$2" 64 && prefills=$((10#$2)) ;;
         --decode) parse_count "$1" "$2" 64 && decodes=$((10#$2)) ;;
         --kvstore) parse_count "$1" "$2" 64 && kvstores=$((10#$2)) ;;
@@ -119,6 +121,7 @@ parse_options() {
         shift 2
     done
     [[ -n $kvstores ]] || kvstores=$((1 + with_etcd))
+    [[ $routers -le 1 ]] || with_etcd=1
     dir=$(realpath -m -- "$dir")
     # The folder's name goes into JSON as it is.
     case $dir in *[\"\\]* | *$'\n'*) fail "--dir: quotes and backslashes are not allowed: $dir" ;; esac
@@ -341,10 +344,10 @@ wait_ready() { # INDEX
     say "  $id ready, pid ${pids[i]}, http://$address"
 }
 
-# The router's count of live nodes of every role is what was started.
-all_registered() {
+# That router's count of live nodes of every role is what was started.
+all_registered() { # INDEX
     local seen stores=$kvstores
-    seen=$(curl -s --noproxy '*' -m 2 "http://${https[0]/0.0.0.0/127.0.0.1}/metrics" |
+    seen=$(curl -s --noproxy '*' -m 2 "http://${https[$1]/0.0.0.0/127.0.0.1}/metrics" |
         sed -n 's/^tandem_router_nodes{role="\([a-z]*\)"} /\1=/p' | sort | tr '\n' ' ')
     # Each node that gives memory to the store counts as a store as well.
     [[ -z $donate || $donate == 0 ]] || stores=$((kvstores + prefills + decodes))
@@ -352,11 +355,11 @@ all_registered() {
 }
 
 # /ready wants one node of a role; a cluster is up when all of its nodes are there.
-wait_serving() {
-    local url="http://${https[0]/0.0.0.0/127.0.0.1}/ready" code='' i
+wait_serving() { # INDEX of a router
+    local url="http://${https[$1]/0.0.0.0/127.0.0.1}/ready" code='' i
     while :; do
         code=$(curl -s --noproxy '*' -m 2 -o "$dir/ready.answer" -w '%{http_code}' "$url") || true
-        if [[ $code == 200 ]] && all_registered; then
+        if [[ $code == 200 ]] && all_registered "$1"; then
             break
         fi
         for i in "${!pids[@]}"; do
@@ -366,7 +369,7 @@ wait_serving() {
         done
         if [[ $SECONDS -ge $give_up_at ]]; then
             cat "$dir/ready.answer" >&2 2>/dev/null || true
-            give_up router "$url answered $code, or a node has not registered, for $timeout s"
+            give_up "${ids[$1]}" "$url answered $code, or a node has not registered, for $timeout s"
         fi
         sleep 0.05
     done
@@ -397,8 +400,7 @@ pick_threads() {
 
 check_setup() {
     local role
-    [[ $routers -eq 1 ]] || fail "--router $routers: several routers need a registry of their own, \
-which Tandem does not have yet; one router is possible today"
+    [[ $routers -ge 1 ]] || fail 'at least one router is needed'
     [[ $prefills -ge 1 && $decodes -ge 1 ]] || fail 'at least one prefill and one decode node are needed'
     [[ -z $draft_model || -f $draft_model ]] || fail "no draft model at $draft_model"
     [[ -f $model ]] || fail "no model at $model (make model fetches the quick start's)"
@@ -414,7 +416,7 @@ which Tandem does not have yet; one router is possible today"
 }
 
 print_usage_hints() {
-    local url="http://${https[0]/0.0.0.0/127.0.0.1}" name
+    local url="http://${https[router_at]/0.0.0.0/127.0.0.1}" name
     name=$(curl -s --noproxy '*' -m 5 "$url/v1/models" | sed -n 's/.*"id": *"\([^"]*\)".*/\1/p' |
         head -n 1) || true
     cat <<TEXT
@@ -433,6 +435,19 @@ Tandem serves at $url (logs in $dir; stop with: deploy/local.sh down --dir $dir)
 
   $bin/tandemctl --keys $dir/admin nodes
 TEXT
+}
+
+start_router() { # ID PORT FLAGS...
+    local id=$1 at=$2 keys=$dir/admin
+    shift 2
+    if [[ $routers -gt 1 ]]; then
+        [[ -n $etcd_url ]] || start_etcd
+        set -- "$@" --etcd "$etcd_url"
+    fi
+    [[ $id == router ]] || keys=$dir/admin-$id
+    start_process router "$id" "$host:$at" "$@" \
+        --admin 'tcp://127.0.0.1:*' --admin-keys "$keys" \
+        ${router_flags[@]+"${router_flags[@]}"}
 }
 
 up() {
@@ -454,21 +469,24 @@ up() {
     trap 'stop_all; rm -f "$dir/cluster.json"' EXIT
     trap 'exit 1' INT TERM HUP
 
-    say "starting 1 router, $prefills prefill, $decodes decode, $kvstores kvstore"
+    say "starting $routers router, $prefills prefill, $decodes decode, $kvstores kvstore"
     cluster_flags=(--model "$model")
     # Only if given: else the environment (TANDEM_KV_CODEC) or the programs' default decides.
     [[ -z $kv_codec ]] || cluster_flags+=(--kv-codec "$kv_codec")
     [[ -z $context_max ]] || cluster_flags+=(--context-max "$context_max")
-    start_process router router "$host:$port" "${cluster_flags[@]}" \
-        --admin 'tcp://127.0.0.1:*' --admin-keys "$dir/admin" \
-        ${router_flags[@]+"${router_flags[@]}"}
-    wait_ready 0
+    start_router router "$port" "${cluster_flags[@]}"
+    router_at=$((${#ids[@]} - 1))
+    wait_ready "$router_at"
     node_flags=(--router "$router_bus")
+    for ((i = 2; i <= routers; i++)); do
+        start_router "router-$i" $((port == 0 ? 0 : port + i - 1)) "${cluster_flags[@]}"
+    done
     if [[ $with_etcd -eq 1 ]]; then
-        start_etcd
+        [[ $routers -gt 1 ]] || start_etcd
         etcd_flags=(--etcd "$etcd_url")
         stores_may_lead=3
     fi
+    [[ $routers -eq 1 ]] || node_flags=(--etcd "$etcd_url") etcd_flags=() # that says which routers
     [[ -z $tier_dir ]] || (umask 077 && mkdir -p "$tier_dir")
     for ((i = 1; i <= kvstores; i++)); do
         local -a tier_flags=()
@@ -493,10 +511,12 @@ up() {
         start_process decode "decode-$i" "127.0.0.1:$taken_port" "${node_flags[@]}" \
             ${draft_flags[@]+"${draft_flags[@]}"}
     done
-    for ((i = 1; i < ${#ids[@]}; i++)); do
-        [[ ${ids[i]} == etcd ]] || wait_ready "$i"
+    for i in "${!ids[@]}"; do
+        [[ -n ${https[i]} ]] || wait_ready "$i"
     done
-    wait_serving
+    for i in "${!ids[@]}"; do
+        [[ ${roles[i]} != router ]] || wait_serving "$i"
+    done
     write_cluster
     trap - EXIT INT TERM HUP
     print_usage_hints

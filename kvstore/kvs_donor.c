@@ -25,6 +25,7 @@ struct kvs_donor {
     td_transfer_t *transfer;
     kvs_segment_t *segment;
     td_member_t *member;
+    td_routers_t *routers; /* NULL: they are named */
     char id[TD_MSG_ID_CHARS_MAX + 1];
 };
 
@@ -73,6 +74,7 @@ static void *donor_main(void *arg)
         }
         kvs_segment_completions(d->segment);
         kvs_segment_tick(d->segment);
+        td_routers_tick(d->routers, d->member);
         td_member_tick(d->member, &load);
     }
 }
@@ -151,8 +153,7 @@ static td_status_t join(kvs_donor_t *d, const td_node_t *n)
     self.probe_key = (td_bytes_t){probe.bytes, sizeof(probe.bytes)};
     td_peers_describe(d->transfer, kvs_segment_blocks(d->segment),
                       (uint32_t)td_pool_block_bytes(n->pool), &self.self.region);
-    return td_member_create(d->bus, td_config_text(n->proc.config, "router"), &self, &events,
-                            &d->member);
+    return td_routers_open(n->proc.config, d->bus, &self, &events, &d->member, &d->routers);
 }
 
 static td_status_t open_all(kvs_donor_t *d, td_node_t *n, uint64_t bytes)
@@ -210,6 +211,7 @@ void kvs_donor_destroy(kvs_donor_t *d)
     td_transfer_destroy(d->transfer);
     kvs_segment_destroy(d->segment);
     td_member_destroy(d->member);
+    td_routers_destroy(d->routers);
     td_bus_destroy(d->bus);
     if (d->stop_fd >= 0) {
         (void)close(d->stop_fd);

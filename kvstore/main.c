@@ -9,6 +9,7 @@
 #include "common/base/td_log.h"
 #include "common/coord/td_coord_options.h"
 #include "common/node/td_peers.h"
+#include "common/node/td_routers.h"
 #include "common/transfer/td_transfer.h"
 #include "common/wire/td_member.h"
 #include "common/wire/td_proc.h"
@@ -24,6 +25,7 @@
 typedef struct app {
     td_proc_t proc;
     td_member_t *member;
+    td_routers_t *routers; /* NULL: they are named */
     td_transfer_t *transfer;
     td_coord_t *coord;      /* NULL: role segment */
     kvs_master_t *master;   /* NULL: role segment */
@@ -40,7 +42,7 @@ typedef struct app {
 static const td_option_t options[] = {
     TD_PROC_OPTIONS,
     TD_COORD_OPTIONS,
-    {"router", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the router"},
+    TD_ROUTERS_OPTION,
     {"role", TD_OPTION_CHOICE, "both", "what this process is", 0, 0, "both|master|segment"},
     {"capacity", TD_OPTION_BYTES, "512M", "memory donated to the store", 1 << 20, 1ull << 46},
     {"keys-max", TD_OPTION_COUNT, "262144", "index entries of the master", 16, KVS_KEYS_MAX},
@@ -327,6 +329,7 @@ static void run(app_t *app)
             follow_coord(app);
             kvs_master_tick(app->master);
         }
+        td_routers_tick(app->routers, app->member);
         td_member_tick(app->member, &load);
     }
 }
@@ -334,7 +337,6 @@ static void run(app_t *app)
 static td_status_t start(app_t *app)
 {
     const char *role = td_config_text(app->proc.config, "role");
-    const char *router = td_config_text(app->proc.config, "router");
     td_member_events_t events = {.ctx = app,
                                  .registered = on_registered,
                                  .peer_up = on_peer_up,
@@ -342,10 +344,6 @@ static td_status_t start(app_t *app)
                                  .fenced = on_fenced};
     td_msg_register_t self;
 
-    if (router == NULL) {
-        TD_LOG_ERROR("router not given", "expected=\"--router tcp://HOST:PORT\"");
-        return TD_ERR_INVALID;
-    }
     TD_TRY(td_proc_open(&app->proc, true));
     td_block_probe_key_without_model(app->proc.secret, &app->probe);
     app->is_segment = strcmp(role, "master") != 0;
@@ -367,7 +365,8 @@ static td_status_t start(app_t *app)
         }
     }
     self_describe(app, &self);
-    TD_TRY(td_member_create(app->proc.bus, router, &self, &events, &app->member));
+    TD_TRY(td_routers_open(app->proc.config, app->proc.bus, &self, &events, &app->member,
+                           &app->routers));
     td_proc_announce(&app->proc, td_statusd_address(app->proc.statusd));
     return TD_OK;
 }
@@ -395,6 +394,7 @@ int main(int argc, char **argv)
     kvs_master_destroy(app.master);
     td_coord_destroy(app.coord);
     td_member_destroy(app.member);
+    td_routers_destroy(app.routers);
     td_proc_fini(&app.proc);
     return rc;
 }

@@ -5,5 +5,5 @@ ifneq ($(wildcard kvstore/main.c),)
 PROGRAMS += tandem-kvstore
 $(BIN)/tandem-kvstore: $(B)/kvstore/main.o $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) $(CURL_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
 endif

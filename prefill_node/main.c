@@ -161,7 +161,7 @@ static void run(pfn_node_t *p)
         td_node_update_kv_metrics(n);
         td_metric_set(p->running, p->request_count);
         load = load_of(p);
-        td_member_tick(n->member, &load);
+        td_node_tick(n, &load);
     }
 }
 

@@ -7,20 +7,24 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/kv/td_kv_codec.h"
+#include "common/coord/td_coord_options.h"
 #include "common/kv/td_kv_layout.h"
+#include "common/node/td_routers.h"
 #include "common/wire/td_member.h"
 #include "common/wire/td_proc.h"
 #include "router/rtr_http.h"
 #include "router/rtr_model_file.h"
 
 #define TICK_MS 50u
+#define RESIGN_MS 500u /* for etcd to hear that this router takes no more */
 #define FLUSH_MS 1000u /* for the last answers to leave */
 
 typedef struct app {
     td_proc_t proc;
     rtr_metrics_t metrics;
     rtr_model_file_t model;
-    rtr_auth_t *auth; /* NULL: no keys */
+    td_coord_t *coord; /* NULL: without etcd */
+    rtr_auth_t *auth;  /* NULL: no keys */
     rtr_gone_t *gone;
     rtr_loop_t *loop;
     rtr_workers_t *workers;
@@ -37,6 +41,7 @@ static const td_option_t options[] = {
     {"log-level", TD_OPTION_CHOICE, "info", "lowest level logged", 0, 0, "error|warn|info|debug"},
     {"ready-file", TD_OPTION_TEXT, NULL, "write the API's host:port here once bound"},
     {"fault", TD_OPTION_TEXT, NULL, "test builds: STEP:kill|stop|hang[:N]"},
+    TD_ETCD_OPTIONS,
     {"model", TD_OPTION_TEXT, NULL, "GGUF file of the served model"},
     {"served-model-name", TD_OPTION_TEXT, NULL, "its name in the API [the file's, without .gguf]"},
     {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block", 16, 1024},
@@ -97,6 +102,18 @@ static td_status_t start_model(app_t *app)
     return td_drafter_parse(td_config_text(config, "speculation"), &app->model.model.drafter);
 }
 
+/* In etcd, for nodes that look there: from now until it drains. */
+static td_status_t announce(app_t *app)
+{
+    if (td_config_text(app->proc.config, "etcd") == NULL) {
+        return TD_OK;
+    }
+    TD_TRY(td_coord_open_entry(app->proc.config, TD_ROUTERS_FOLDER, app->proc.id,
+                               td_bus_endpoint(app->proc.bus), &app->coord));
+    td_coord_campaign(app->coord);
+    return TD_OK;
+}
+
 static td_status_t start(app_t *app)
 {
     const td_config_t *config = app->proc.config;
@@ -150,6 +167,7 @@ static td_status_t start(app_t *app)
     http.loop = app->loop;
     http.workers = app->workers;
     TD_TRY(rtr_http_create(&http, &app->http));
+    TD_TRY(announce(app));
     TD_LOG_INFO("serving", "http=%s model=%s admin=%s", rtr_http_address(app->http),
                 app->model.name, rtr_loop_admin_endpoint(app->loop));
     td_proc_announce(&app->proc, rtr_http_address(app->http));
@@ -162,10 +180,16 @@ static void run(app_t *app)
     struct signalfd_siginfo info;
 
     while (!rtr_loop_step(app->loop, app->proc.signal_fd, TICK_MS)) {
+        if (app->coord != NULL) {
+            td_coord_tick(app->coord);
+        }
     }
     (void)!read(app->proc.signal_fd, &info, sizeof(info));
     TD_LOG_INFO("stopping", "why=signal");
     rtr_http_drain(app->http);
+    if (app->coord != NULL) {
+        td_coord_resign_wait(app->coord, RESIGN_MS); /* nodes that come look for others */
+    }
     rtr_loop_drain(app->loop, (uint32_t)td_config_u64(app->proc.config, "drain-ms"));
     flush_ns = td_now_ns() + FLUSH_MS * TD_NS_PER_MS;
     while (rtr_gone_watched(app->gone) > 0 && td_remaining_ns(flush_ns) > 0) {
@@ -194,6 +218,7 @@ int main(int argc, char **argv)
     rtr_loop_destroy(app.loop);
     rtr_gone_destroy(app.gone);
     rtr_auth_destroy(app.auth);
+    td_coord_destroy(app.coord);
     rtr_model_file_fini(&app.model);
     td_proc_fini(&app.proc);
     return rc;

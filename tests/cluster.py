@@ -155,7 +155,7 @@ def choice_text(choice):
 class Cluster:
     """A cluster of its own in a temporary folder, on free ports."""
 
-    def __init__(self, bin="build/test/bin", prefill=1, decode=1, kvstore=1, router_args=(),
+    def __init__(self, bin="build/test/bin", prefill=1, decode=1, kvstore=1, routers=1, router_args=(),
                  prefill_args=(), decode_args=(), kvstore_args=(), args_of=None, env=None,
                  precision=None, kv_codec=None, attention=None, context_max=None, threads=None,
                  kv_memory=None, donate=None, model=None, draft_model=None, timeout_s=None,
@@ -168,7 +168,7 @@ class Cluster:
         self.run_dir = os.path.join(self.dir, "run")
         self.env = {**os.environ, "UCX_MEM_EVENTS": "n", **(env or {})}
         self.command = [LOCAL, "up", "--dir", self.run_dir, "--bin", self.bin,
-                        "--port", "0", "--prefill", str(prefill), "--decode", str(decode),
+                        "--port", "0", "--router", str(routers), "--prefill", str(prefill), "--decode", str(decode),
                         "--kvstore", str(kvstore), "--timeout", str(self.timeout_s)]
         for option, value in (("--precision", precision), ("--kv-codec", kv_codec),
                               ("--attention", attention), ("--context-max", context_max),

@@ -8,17 +8,17 @@ TEST_PROGRAMS := $(BIN)/store_worker
 tests: $(TEST_BIN) $(TEST_PROGRAMS)
 $(BIN)/tests/%: $(B)/tests/%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) $(CURL_LIBS) $(CMOCKA_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) $(CMOCKA_LIBS) -o $@
 $(BIN)/store_worker: $(B)/tests/chaos/store_worker.o $(B)/tests/bench/bench_node.o $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) $(CURL_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
 .SECONDARY:
 BENCH_SRC := $(wildcard tests/bench/*.c)
 ifneq ($(BENCH_SRC),)
 PROGRAMS += tandem-bench
 $(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) $(CURL_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
 endif
 
 # libFuzzer over every decoder of outside bytes: make fuzz FUZZ_SECONDS=60. Needs clang with its runtime;
@@ -39,4 +39,4 @@ fuzz:
 fuzz-build: $(addprefix $(BIN)/fuzz_,$(FUZZ_TARGETS))
 $(BIN)/fuzz_%: $(B)/tests/fuzz/fuzz_%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) -fsanitize=fuzzer $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) $(CURL_LIBS) -o $@
+	@$(CC) -fsanitize=fuzzer $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) -o $@

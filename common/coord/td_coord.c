@@ -54,6 +54,11 @@ td_status_t td_coord_create(const td_coord_config_t *config, td_coord_t **out)
     TD_TRY(check_name("cluster", config->cluster));
     TD_TRY(check_name("election", config->election));
     TD_TRY(check_name("id", config->id));
+    if (config->value != NULL && strlen(config->value) > TD_COORD_VALUE_CHARS_MAX) {
+        TD_LOG_ERROR("value too long for etcd", "value=\"%s\" limit=%u", config->value,
+                     TD_COORD_VALUE_CHARS_MAX);
+        return TD_ERR_INVALID;
+    }
     if (config->etcd == NULL || config->etcd[0] == '\0') {
         return td_coord_embedded_create(config, out);
     }

@@ -11,6 +11,7 @@
 #include "common/base/td_status.h"
 
 #define TD_COORD_NAME_CHARS_MAX 64u /* of a cluster, an election, a candidate */
+#define TD_COORD_VALUE_CHARS_MAX 128u
 #define TD_COORD_LEASE_MS_DEFAULT 5000u
 #define TD_COORD_LEASE_MS_MIN 2000u /* etcd grants nothing shorter */
 #define TD_COORD_LEASE_MS_MAX 600000u
@@ -22,6 +23,8 @@ typedef struct td_coord_config {
     const char *cluster;   /* part of the key: clusters on one etcd do not meet */
     const char *election;  /* what is led, e.g. "store-master" */
     const char *id;        /* of this candidate */
+    const char *folder;    /* of the key; NULL: "leader" */
+    const char *value;     /* of the key, what others see; NULL: the id */
     uint32_t lease_ms;     /* without a renewal the leader is over after so long */
     const char *ca_file;   /* https: who signed etcd's certificate; NULL: the system's */
     const char *cert_file; /* https: our certificate and its key, or NULL */

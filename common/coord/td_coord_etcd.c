@@ -31,6 +31,7 @@ typedef struct coord_etcd {
     td_coord_t base; /* first */
     td_etcd_t *etcd; /* owned */
     char id[TD_COORD_NAME_CHARS_MAX + 1];
+    char value[TD_ETCD_VALUE_CHARS_MAX + 1];
     char key[TD_ETCD_KEY_CHARS_MAX + 1];
     uint32_t ask_ms; /* the lease that is asked for */
     bool wanted;
@@ -277,7 +278,7 @@ static td_status_t write_body(coord_etcd_t *c, const char **path_out)
         return td_etcd_write_grant(&c->body, (c->ask_ms + 999) / 1000);
     case STEP_CAMPAIGN:
         *path_out = "/v3/kv/txn";
-        return td_etcd_write_campaign(&c->body, c->key, c->id, c->lease);
+        return td_etcd_write_campaign(&c->body, c->key, c->value, c->lease);
     case STEP_KEEPALIVE:
         *path_out = "/v3/lease/keepalive";
         return td_etcd_write_lease(&c->body, c->lease);
@@ -414,8 +415,10 @@ td_status_t td_coord_etcd_create(const td_coord_config_t *config, td_coord_t **o
     c->base.ops = &ops;
     c->ask_ms = config->lease_ms;
     (void)snprintf(c->id, sizeof(c->id), "%s", config->id);
-    (void)snprintf(c->key, sizeof(c->key), "/tandem/%s/leader/%s", config->cluster,
-                   config->election);
+    (void)snprintf(c->value, sizeof(c->value), "%s",
+                   config->value != NULL ? config->value : config->id);
+    (void)snprintf(c->key, sizeof(c->key), "/tandem/%s/%s/%s", config->cluster,
+                   config->folder != NULL ? config->folder : "leader", config->election);
     status = td_etcd_create(&etcd, &c->etcd);
     if (status != TD_OK) {
         td_free(c);

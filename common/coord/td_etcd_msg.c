@@ -42,6 +42,22 @@ td_status_t td_etcd_write_range(td_str_t *out, const char *key)
     return td_str_printf(out, "{\"key\":\"%s\"}", key64);
 }
 
+td_status_t td_etcd_write_list(td_str_t *out, const char *prefix)
+{
+    char key64[KEY64_MAX];
+    char end64[KEY64_MAX];
+    char end[TD_ETCD_KEY_CHARS_MAX + 1];
+    const size_t len = strlen(prefix);
+
+    TD_ASSERT(len > 0);
+    TD_TRY(encode64(prefix, key64));
+    (void)snprintf(end, sizeof(end), "%s", prefix);
+    end[len - 1]++; /* the first key that doesn't begin so; prefixes end with a printable letter */
+    TD_TRY(encode64(end, end64));
+    return td_str_printf(out, "{\"key\":\"%s\",\"range_end\":\"%s\",\"limit\":\"%u\"}", key64,
+                         end64, TD_ETCD_ENTRIES_MAX);
+}
+
 static td_status_t write_compare(td_str_t *out, const char *key64, uint64_t revision)
 {
     return td_str_printf(out,
@@ -139,25 +155,40 @@ static td_status_t read_number(const json_t *object, const char *name, uint64_t 
     return TD_OK;
 }
 
-/* A name that goes into logs: what is not printable becomes '?'. */
-static td_status_t read_value(const json_t *kv, td_etcd_answer_t *a)
+/* A name that goes into logs: what is not printable becomes '?'. Absent: "". */
+static td_status_t read_text(const json_t *kv, const char *name, char *out, size_t chars_max)
 {
-    const json_t *value = json_object_get(kv, "value");
-    unsigned char bytes[TD_ETCD_VALUE_CHARS_MAX];
+    const json_t *value = json_object_get(kv, name);
+    unsigned char bytes[TD_ETCD_KEY_CHARS_MAX];
     size_t len = 0;
 
+    TD_ASSERT(chars_max <= sizeof(bytes));
+    out[0] = '\0';
     if (value == NULL) {
         return TD_OK;
     }
     if (!json_is_string(value) ||
-        sodium_base642bin(bytes, sizeof(bytes), json_string_value(value), json_string_length(value),
+        sodium_base642bin(bytes, chars_max, json_string_value(value), json_string_length(value),
                           NULL, &len, NULL, sodium_base64_VARIANT_ORIGINAL) != 0) {
         return TD_ERR_PROTOCOL;
     }
     for (size_t i = 0; i < len; i++) {
-        a->value[i] = bytes[i] > 0x20 && bytes[i] < 0x7f ? (char)bytes[i] : '?';
+        out[i] = bytes[i] > 0x20 && bytes[i] < 0x7f ? (char)bytes[i] : '?';
     }
-    a->value[len] = '\0';
+    out[len] = '\0';
+    return TD_OK;
+}
+
+static td_status_t read_entries(const json_t *kvs, td_etcd_answer_t *a)
+{
+    const size_t count = TD_MIN(json_array_size(kvs), (size_t)TD_ETCD_ENTRIES_MAX);
+
+    for (size_t i = 0; i < count; i++) {
+        td_etcd_entry_t *entry = &a->entries[i];
+        TD_TRY(read_text(json_array_get(kvs, i), "key", entry->key, TD_ETCD_KEY_CHARS_MAX));
+        TD_TRY(read_text(json_array_get(kvs, i), "value", entry->value, TD_ETCD_VALUE_CHARS_MAX));
+        a->entry_count++;
+    }
     return TD_OK;
 }
 
@@ -178,7 +209,7 @@ static td_status_t read_kvs(const json_t *range, td_etcd_answer_t *a)
     if (a->create_revision == 0) {
         return TD_ERR_PROTOCOL;
     }
-    return read_value(kv, a);
+    return read_text(kv, "value", a->value, TD_ETCD_VALUE_CHARS_MAX);
 }
 
 /* The operations of a transaction that was carried out. */
@@ -223,6 +254,7 @@ static td_status_t read_body(const json_t *root, td_etcd_answer_t *a)
             return TD_ERR_PROTOCOL; /* it becomes part of a header */
         }
     }
+    TD_TRY(read_entries(json_object_get(body, "kvs"), a));
     return read_kvs(body, a);
 }
 

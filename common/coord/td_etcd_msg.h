@@ -14,6 +14,12 @@
 #define TD_ETCD_KEY_CHARS_MAX 255u
 #define TD_ETCD_VALUE_CHARS_MAX 128u
 #define TD_ETCD_TOKEN_CHARS_MAX 2047u
+#define TD_ETCD_ENTRIES_MAX 16u /* of a range; what is behind them is not read */
+
+typedef struct td_etcd_entry {
+    char key[TD_ETCD_KEY_CHARS_MAX + 1];
+    char value[TD_ETCD_VALUE_CHARS_MAX + 1];
+} td_etcd_entry_t;
 
 /** What an answer says; which of it must be there, the asker knows. */
 typedef struct td_etcd_answer {
@@ -24,6 +30,8 @@ typedef struct td_etcd_answer {
     uint64_t create_revision;
     uint64_t key_lease; /* 0: none */
     char value[TD_ETCD_VALUE_CHARS_MAX + 1];
+    uint32_t entry_count; /* of a range that is the whole answer */
+    td_etcd_entry_t entries[TD_ETCD_ENTRIES_MAX];
     char token[TD_ETCD_TOKEN_CHARS_MAX + 1];
 } td_etcd_answer_t;
 
@@ -39,6 +47,8 @@ void td_etcd_error_text(const char *bytes, size_t len, char *out, size_t out_byt
 TD_MUST_CHECK td_status_t td_etcd_write_grant(td_str_t *out, uint64_t ttl_s);
 TD_MUST_CHECK td_status_t td_etcd_write_lease(td_str_t *out, uint64_t lease);
 TD_MUST_CHECK td_status_t td_etcd_write_range(td_str_t *out, const char *key);
+/** All keys that begin so, in their order, TD_ETCD_ENTRIES_MAX at most. */
+TD_MUST_CHECK td_status_t td_etcd_write_list(td_str_t *out, const char *prefix);
 /** Creates the key under a lease, if it is not there; answers the key either way. */
 TD_MUST_CHECK td_status_t td_etcd_write_campaign(td_str_t *out, const char *key, const char *value,
                                                  uint64_t lease);

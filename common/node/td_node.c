@@ -36,8 +36,8 @@ static td_status_t open_model(td_node_t *n, const td_node_setup_t *setup)
     const char *path = td_config_text(c, "model");
     td_model_options_t options;
 
-    if (path == NULL || td_config_text(c, "router") == NULL) {
-        TD_LOG_ERROR("option missing", "expected=\"--model FILE and --router ENDPOINT\"");
+    if (path == NULL) {
+        TD_LOG_ERROR("option missing", "expected=\"--model FILE\"");
         return TD_ERR_INVALID;
     }
     TD_TRY(td_node_model_options(n, &options));
@@ -193,8 +193,7 @@ static td_status_t open_membership(td_node_t *n)
     self.self.endpoint = td_bus_endpoint(n->proc.bus);
     self.fingerprint = (td_bytes_t){n->info->fingerprint, sizeof(n->info->fingerprint)};
     self.probe_key = (td_bytes_t){probe.bytes, sizeof(probe.bytes)};
-    return td_member_create(n->proc.bus, td_config_text(n->proc.config, "router"), &self, &events,
-                            &n->member);
+    return td_routers_open(n->proc.config, n->proc.bus, &self, &events, &n->member, &n->routers);
 }
 
 td_status_t td_node_open(td_node_t *n, const td_node_setup_t *setup)
@@ -212,6 +211,12 @@ td_status_t td_node_open(td_node_t *n, const td_node_setup_t *setup)
     TD_TRY(open_membership(n));
     td_proc_announce(&n->proc, td_statusd_address(n->proc.statusd));
     return TD_OK;
+}
+
+void td_node_tick(td_node_t *n, const td_msg_heartbeat_t *load)
+{
+    td_routers_tick(n->routers, n->member);
+    td_member_tick(n->member, load);
 }
 
 /* Signals that came since the last look. */
@@ -272,6 +277,7 @@ void td_node_close(td_node_t *n)
     td_pool_destroy(n->pool);
     td_ring_destroy(n->fetched);
     td_member_destroy(n->member);
+    td_routers_destroy(n->routers);
     td_model_destroy(n->model);
     td_tokenizer_destroy(n->tokenizer);
     td_gguf_close(n->gguf);

@@ -13,6 +13,8 @@
 #include "common/model/td_model.h"
 #include "common/model/td_sampler.h"
 #include "common/model/td_tokenizer.h"
+#include "common/coord/td_coord_options.h"
+#include "common/node/td_routers.h"
 #include "common/node/td_verify.h"
 #include "common/transfer/td_transfer.h"
 #include "common/wire/td_member.h"
@@ -28,7 +30,7 @@
 #define TD_NODE_FORGOTTEN_MAX 4096u /* ended tickets remembered, so that late messages stay out */
 
 #define TD_NODE_OPTIONS                                                                              \
-    {"router", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the router"},                               \
+    TD_ROUTERS_OPTION, TD_ETCD_OPTIONS,                                                              \
         {"donate", TD_OPTION_BYTES, "0", "memory given to the store, beside --kv-memory",            \
          0,        1ull << 46},                                                                      \
         {"model", TD_OPTION_TEXT, NULL, "GGUF model file"},                                          \
@@ -81,10 +83,11 @@ typedef struct td_node {
     td_transfer_t *transfer;
     td_pool_t *pool;
     td_member_t *member;
-    td_worker_t *worker; /* runs the forward passes */
-    td_verify_t *verify; /* hashes what was fetched */
-    td_ring_t *fetched;  /* td_node_fetch_t that were fetched or hashed */
-    uint32_t fetches;    /* under way: with the transfer, the verifier, or in fetched */
+    td_routers_t *routers; /* NULL: they are named */
+    td_worker_t *worker;   /* runs the forward passes */
+    td_verify_t *verify;   /* hashes what was fetched */
+    td_ring_t *fetched;    /* td_node_fetch_t that were fetched or hashed */
+    uint32_t fetches;      /* under way: with the transfer, the verifier, or in fetched */
     uint32_t stop_ids[TD_NODE_STOP_IDS_MAX];
     uint32_t stop_count;
     td_metric_t *kv_states[5];
@@ -116,6 +119,8 @@ typedef struct td_node_setup {
 /** Opens everything after td_proc_init() has filled node->proc; reports the KV size in the log.
  * Errors: each is logged where it happens. */
 TD_MUST_CHECK td_status_t td_node_open(td_node_t *node, const td_node_setup_t *setup);
+/** Speaks to the routers: call at least every TD_NODE_TICK_MS. */
+void td_node_tick(td_node_t *node, const td_msg_heartbeat_t *load);
 /** Does the loop end? The first signal makes the node drain: it takes no new work, and ends once
  * nothing is under way and what it offered to the store has been fetched, at the next signal, or
  * after --drain-ms. Shape: work, requests under way; offers, blocks pinned for the store. */
