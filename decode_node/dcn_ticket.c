@@ -124,7 +124,10 @@ void dcn_ticket_end(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
     if (status == TD_OK) {
         dcn_worth_end(d, t);
     }
-    send_end(d, t, status);
+    if (status !=
+        TD_ERR_STALE) { /* else its router goes by another attempt, or is told by Register */
+        send_end(d, t, status);
+    }
     t->state = DCN_DRAIN;
     if (t->fetches > 0) {
         t->quarantined_count = td_seq_fini_quarantine(&t->seq, t->quarantined);

@@ -99,7 +99,10 @@ void pfn_request_end(pfn_node_t *p, pfn_request_t *r, td_status_t status)
                     td_status_name(status));
     }
     td_node_forget(&p->node, r->ticket, r->attempt);
-    send_end(p, r, status);
+    if (status !=
+        TD_ERR_STALE) { /* else its router goes by another attempt, or is told by Register */
+        send_end(p, r, status);
+    }
     r->state = PFN_DRAIN;
     if (r->fetches > 0 || r->computing) {
         /* A pass or a transfer may still write into its blocks: nobody gets them before it is over.

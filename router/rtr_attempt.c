@@ -332,6 +332,15 @@ void rtr_attempt_credit(rtr_tickets_t *ts, const rtr_leg_t *leg)
     }
 }
 
+static void note_failover(rtr_tickets_t *ts, const rtr_ticket_t *t, uint32_t slot, const char *what)
+{
+    const char *node =
+        slot == RTR_PLACE_NONE ? "" : rtr_registry_node(ts->config.registry, slot)->id;
+
+    td_metric_add(ts->config.metrics->failovers, 1);
+    rtr_events_add(ts->config.events, RTR_EVENT_FAILOVER, node, t->req->request_id, what);
+}
+
 /* An attempt has failed. culprit: the slot to keep away from, or RTR_PLACE_NONE. */
 void rtr_attempt_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, uint32_t culprit,
                         const char *what)
@@ -363,11 +372,20 @@ void rtr_attempt_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, 
     td_metric_add(ts->config.metrics->retries, 1);
     attempt_undo(ts, t);
     if (rtr_ticket_has_begun(t)) {
-        td_metric_add(ts->config.metrics->failovers, 1);
-        rtr_events_add(
-            ts->config.events, RTR_EVENT_FAILOVER,
-            culprit == RTR_PLACE_NONE ? "" : rtr_registry_node(ts->config.registry, culprit)->id,
-            t->req->request_id, what);
+        note_failover(ts, t, culprit, what);
+    }
+    memset(&t->tried, 0, sizeof(t->tried));
+    rtr_attempt_begin(ts, t);
+}
+
+void rtr_attempt_voided(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot)
+{
+    static const char what[] = "its lease was over";
+
+    rtr_attempt_note_end(ts, t, what);
+    attempt_undo(ts, t);
+    if (rtr_ticket_has_begun(t)) {
+        note_failover(ts, t, slot, what);
     }
     memset(&t->tried, 0, sizeof(t->tried));
     rtr_attempt_begin(ts, t);

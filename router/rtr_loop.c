@@ -51,6 +51,12 @@ static void on_node_down(void *ctx, uint32_t slot)
     rtr_tickets_node_down(loop->tickets, slot);
 }
 
+static void on_tickets_void(void *ctx, uint32_t slot)
+{
+    rtr_loop_t *loop = ctx;
+    rtr_tickets_voided(loop->tickets, slot);
+}
+
 td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
 {
     rtr_loop_t *loop = td_calloc(1, sizeof(*loop));
@@ -63,7 +69,8 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
                                       .kv_codec = config->kv_codec,
                                       .block_bytes = config->block_bytes,
                                       .ctx = loop,
-                                      .node_down = on_node_down};
+                                      .node_down = on_node_down,
+                                      .tickets_void = on_tickets_void};
     rtr_tickets_config_t tickets = {.bus = config->bus,
                                     .metrics = config->metrics,
                                     .model = config->model,

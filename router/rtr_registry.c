@@ -398,6 +398,7 @@ static td_status_t keep_register(rtr_node_t *node, const td_msg_register_t *r)
     node->store_term = r->self.store_term;
     node->context_max = r->context_max;
     node->drafters = r->drafters;
+    node->ticket_epoch = r->ticket_epoch;
     node->seen_ns = td_now_ns();
     node->beat.draining = false; /* a new life */
     node->peers_version = 0;
@@ -419,7 +420,7 @@ static td_attention_mask_t mask_of(const char *numerics_class)
 /* Gives a clean slot to a new life. One that it replaces (*replaced_out) is over, but its tickets
  * keep their counts until they are moved, which is when the new life is there to take them. */
 static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t *r,
-                                   uint32_t *slot_out, bool *replaced_out)
+                                   uint32_t *slot_out, bool *replaced_out, bool *void_out)
 {
     uint32_t slot = take_slot(reg, r->self.id);
     rtr_node_t *node = NULL;
@@ -430,6 +431,8 @@ static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t 
     }
     node = &reg->nodes[slot];
     *slot_out = slot;
+    *void_out = node->live && node->incarnation == r->self.incarnation &&
+                node->ticket_epoch != r->ticket_epoch;
     if (node->incarnation != r->self.incarnation) {
         *replaced_out = node->live;
         td_str_fini(&node->ucx_address);
@@ -470,10 +473,11 @@ static void handle_register(rtr_registry_t *reg, const td_msg_t *msg)
     char why[256] = "the router is out of room for it";
     uint32_t slot = RTR_PLACE_NONE;
     bool replaced = false;
+    bool voided = false;
     td_status_t status = check_register(reg, msg, why, sizeof(why));
 
     if (status == TD_OK) {
-        status = accept_register(reg, &msg->u.reg, &slot, &replaced);
+        status = accept_register(reg, &msg->u.reg, &slot, &replaced, &voided);
     }
     if (status != TD_OK) {
         send_refusal(reg, msg, why);
@@ -487,6 +491,9 @@ static void handle_register(rtr_registry_t *reg, const td_msg_t *msg)
     if (replaced) {
         td_metric_add(reg->config.metrics->node_deaths, 1);
         reg->config.node_down(reg->config.ctx, slot);
+    } else if (voided) {
+        TD_LOG_WARN("node has let go of its tickets", "node=%s", msg->sender_id);
+        reg->config.tickets_void(reg->config.ctx, slot);
     }
 }
 

@@ -24,6 +24,7 @@ typedef struct rtr_node {
     char id[TD_MSG_ID_CHARS_MAX + 1];
     td_role_t role;
     uint64_t incarnation;
+    uint64_t ticket_epoch; /* of the tickets that it has of us */
     char endpoint[256];
     char http[256];
     td_str_t ucx_address;
@@ -69,6 +70,8 @@ typedef struct rtr_registry_config {
     void *ctx;
     /* A life has ended: its tickets must leave the slot, which is dead or a new life's by now. */
     void (*node_down)(void *ctx, uint32_t slot);
+    /* This life has let go of all tickets: it had not heard of us for longer than they live. */
+    void (*tickets_void)(void *ctx, uint32_t slot);
 } rtr_registry_config_t;
 
 typedef struct rtr_registry rtr_registry_t;

@@ -240,6 +240,21 @@ static void ticket_node_down(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot)
     }
 }
 
+static void ticket_voided(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot)
+{
+    if (t->prefill.slot == slot && rtr_ticket_has_left_prefill(t)) {
+        rtr_prefill_release(ts, t);
+    } else if ((t->decode.slot == slot && !t->decode_done) ||
+               (t->prefill.slot == slot && t->prefill.held)) {
+        rtr_attempt_voided(ts, t, slot);
+    }
+}
+
+void rtr_tickets_voided(rtr_tickets_t *ts, uint32_t slot)
+{
+    each_ticket(ts, ticket_voided, slot);
+}
+
 void rtr_tickets_node_down(rtr_tickets_t *ts, uint32_t slot)
 {
     rtr_hints_purge(ts->config.hints, slot);

@@ -49,6 +49,8 @@ void rtr_tickets_submit(rtr_tickets_t *ts, rtr_request_t *req);
 /** True when the message was for a ticket, or for one that has ended. */
 bool rtr_tickets_handle(rtr_tickets_t *ts, const td_msg_t *msg);
 void rtr_tickets_node_down(rtr_tickets_t *ts, uint32_t slot);
+/** The node has let go of all its tickets: it had not heard of this router for a ticket lease. */
+void rtr_tickets_voided(rtr_tickets_t *ts, uint32_t slot);
 /** Deadlines, and the queue. */
 void rtr_tickets_tick(rtr_tickets_t *ts);
 /** Ends the requests whose client has left. */

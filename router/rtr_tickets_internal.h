@@ -184,6 +184,8 @@ void rtr_attempt_begin(rtr_tickets_t *ts, rtr_ticket_t *t);
 /** culprit: the slot to keep away from, or RTR_PLACE_NONE. */
 void rtr_attempt_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, uint32_t culprit,
                         const char *what);
+/** The node let go of it because this router was silent: nobody failed, all goes on elsewhere. */
+void rtr_attempt_voided(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot);
 /** That node had no room: another one is asked, and if there is none the ticket waits. */
 void rtr_attempt_busy(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot);
 /** True when the request was refused: a role has no live node, or not the one asked for. One that

@@ -35,7 +35,8 @@ td_status_t td_routers_open(const td_config_t *config, td_bus_t *bus, const td_m
 
     *out = NULL;
     if (named == NULL && td_config_text(config, "etcd") == NULL) {
-        TD_LOG_ERROR("no router", "expected=\"--router tcp://HOST:PORT, or --etcd http://HOST:PORT\"");
+        TD_LOG_ERROR("no router",
+                     "expected=\"--router tcp://HOST:PORT, or --etcd http://HOST:PORT\"");
         return TD_ERR_INVALID;
     }
     TD_TRY(td_member_create(bus, named, self, events, member_out));

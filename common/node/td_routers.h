@@ -22,8 +22,8 @@ typedef struct td_routers td_routers_t;
  *         TD_ERR_IO. */
 TD_MUST_CHECK td_status_t td_routers_open(const td_config_t *config, td_bus_t *bus,
                                           const td_msg_register_t *self,
-                                          const td_member_events_t *events, td_member_t **member_out,
-                                          td_routers_t **out);
+                                          const td_member_events_t *events,
+                                          td_member_t **member_out, td_routers_t **out);
 /** Tells the member who there is. NULL is allowed. Call at least every 100 ms. */
 void td_routers_tick(td_routers_t *routers, td_member_t *member);
 void td_routers_destroy(td_routers_t *routers);

@@ -15,8 +15,9 @@ typedef struct link {
     td_member_router_t router; /* id "": free */
     bool wanted;               /* there is such a router, as far as we know */
     bool registered;
-    bool listed; /* its list of peers came since */
-    bool fenced; /* reported already, until the next lease */
+    bool listed;           /* its list of peers came since */
+    bool fenced;           /* reported already, until the next lease */
+    uint64_t ticket_epoch; /* of the tickets we may have of it */
     bool told_draining;
     uint64_t next_send_ns;
     uint64_t last_lease_ns;
@@ -126,7 +127,9 @@ static td_status_t link_open(td_member_t *m, const td_member_router_t *router)
     TD_TRY(td_bus_connect(m->bus, router->id, router->endpoint, 0));
     TD_LOG_INFO("router known", "router=%s endpoint=%s", router->id, router->endpoint);
     if (is_new) {
-        *link = (link_t){.lease_ms = TD_TICKET_LEASE_MS, .fenced = true}; /* no tickets yet */
+        *link = (link_t){.lease_ms = TD_TICKET_LEASE_MS,
+                         .fenced = true, /* no tickets yet */
+                         .ticket_epoch = td_random_u64() | 1};
     }
     link->router = *router;
     link->wanted = true;
@@ -349,6 +352,7 @@ static void send_register(td_member_t *m, const link_t *link)
 
     msg.u.reg.self.incarnation = td_bus_incarnation(m->bus);
     msg.u.reg.self.endpoint = td_bus_endpoint(m->bus);
+    msg.u.reg.ticket_epoch = link->ticket_epoch;
     status = td_bus_send(m->bus, link->router.id, &msg);
     if (status != TD_OK) {
         TD_LOG_WARN("registration not sent", "router=%s status=%s", link->router.id,
@@ -396,6 +400,7 @@ static void link_watch(td_member_t *m, link_t *link, uint64_t now)
         TD_LOG_WARN("router silent for a ticket lease", "router=%s silent_ms=%llu", link->router.id,
                     (unsigned long long)silent);
         link->fenced = true;
+        link->ticket_epoch = td_random_u64() | 1;
         tell_fenced(m, link->router.id);
     }
     if (!link->wanted && link->fenced && !link->registered) {

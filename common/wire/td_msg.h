@@ -107,7 +107,8 @@ typedef struct td_msg_register {
     td_bytes_t probe_key;
     uint32_t context_max;
     const char *version;
-    uint32_t drafters; /* decode: bits of td_drafter_t that it offers */
+    uint64_t ticket_epoch; /* another than before: all tickets of this router are void; 0: none */
+    uint32_t drafters;     /* decode: bits of td_drafter_t that it offers */
 } td_msg_register_t;
 
 typedef struct td_msg_registered {

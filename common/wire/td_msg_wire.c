@@ -144,6 +144,7 @@ static td_status_t encode_register(const td_msg_t *msg, PB(Envelope) * env, td_s
     pb.context_max = m->context_max;
     pb.version = pb_text(m->version);
     pb.drafters = m->drafters;
+    pb.ticket_epoch = m->ticket_epoch;
     env->body_case = TANDEM__V1__ENVELOPE__BODY_REGISTER;
     env->register_ = &pb;
     return pack(msg, env, out);
@@ -797,6 +798,7 @@ static td_status_t read_register(const PB(Register) * pb, td_msg_register_t *m)
     m->context_max = pb->context_max;
     m->version = pb->version;
     m->drafters = pb->drafters;
+    m->ticket_epoch = pb->ticket_epoch;
     return TD_OK;
 }
 
