@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include "common/coord/td_coord_list.h"
 #include "tests/unit/coord/test_etcd_process.h"
 
 static void test_coord_embedded_leads_at_once(void **state)
@@ -169,6 +170,96 @@ static void test_coord_compares_its_term(void **state)
     td_coord_destroy(a);
 }
 
+/* --- lists ------------------------------------------------------------------------------------ */
+
+static td_coord_t *entry_at(const char *cluster, const char *name, const char *value)
+{
+    const td_coord_config_t config = {.etcd = shared.url,
+                                      .cluster = cluster,
+                                      .election = name,
+                                      .id = name,
+                                      .folder = "things",
+                                      .value = value,
+                                      .lease_ms = LEASE_MS};
+    td_coord_t *c = NULL;
+
+    assert_int_equal(td_coord_create(&config, &c), TD_OK);
+    td_coord_campaign(c);
+    return c;
+}
+
+/* What the list shows, as "name=value " of each. */
+static const char *shown(td_coord_list_t *list)
+{
+    static char text[512];
+    uint32_t count = 0;
+    const td_coord_entry_t *entries = NULL;
+
+    (void)td_coord_list_tick(list);
+    entries = td_coord_list_entries(list, &count);
+    text[0] = '\0';
+    for (uint32_t i = 0; i < count; i++) {
+        const size_t len = strlen(text);
+        (void)snprintf(text + len, sizeof(text) - len, "%s=%s ", entries[i].name, entries[i].value);
+    }
+    return text;
+}
+
+static void put(td_etcd_t *etcd, const char *key, const char *value)
+{
+    char key64[128];
+    char value64[128];
+    char body[320];
+
+    (void)sodium_bin2base64(key64, sizeof(key64), (const uint8_t *)key, strlen(key),
+                            sodium_base64_VARIANT_ORIGINAL);
+    (void)sodium_bin2base64(value64, sizeof(value64), (const uint8_t *)value, strlen(value),
+                            sodium_base64_VARIANT_ORIGINAL);
+    (void)snprintf(body, sizeof(body), "{\"key\":\"%s\",\"value\":\"%s\"}", key64, value64);
+    assert_int_equal(post(etcd, "/v3/kv/put", body).status, TD_OK);
+}
+
+/* Who holds a key of a folder is listed, by its value, until it resigns or its lease is over; a
+ * second process of a name waits. What is no name is left out. */
+static void test_coord_list_shows_who_is_there(void **state)
+{
+    const td_etcd_config_t at = {.endpoints = shared.url};
+    td_etcd_t *etcd = client_of(shared.url);
+    td_coord_list_t *list = NULL;
+    td_coord_t *a = entry_at("list", "a", "tcp://1:1");
+    td_coord_t *b = entry_at("list", "b", "tcp://1:2");
+    td_coord_t *twin = NULL;
+    td_coord_t *other = entry_at("list2", "c", "elsewhere");
+    (void)state;
+
+    put(etcd, "/tandem/list/things/", "no name");
+    put(etcd, "/tandem/list/things/d/e", "a path");
+    put(etcd, "/tandem/list/thingsz", "another folder");
+    assert_int_equal(td_coord_list_create(&at, "list", "things", &list), TD_OK);
+    DRIVE_UNTIL(a, b, strcmp(shown(list), "a=tcp://1:1 b=tcp://1:2 ") == 0);
+    DRIVE_UNTIL(other, b, leads(other));
+    twin = entry_at("list", "a", "tcp://1:3");
+    DRIVE_UNTIL(a, twin, strcmp(td_coord_leader(twin), "tcp://1:1") == 0);
+    td_coord_resign_wait(a, 2000);
+    td_coord_destroy(a);
+    DRIVE_UNTIL(twin, b, strcmp(shown(list), "a=tcp://1:3 b=tcp://1:2 ") == 0);
+    td_coord_destroy(b); /* it dies */
+    DRIVE_UNTIL(twin, NULL, strcmp(shown(list), "a=tcp://1:3 ") == 0);
+    assert_false(td_coord_list_tick(list)); /* said once */
+    /* F9: what was known stays while etcd is away. */
+    assert_int_equal(kill(shared.pid, SIGSTOP), 0);
+    {
+        const uint64_t began = td_now_ns();
+        DRIVE_UNTIL(twin, NULL, td_now_ns() - began > 2 * TD_NS_PER_S);
+    }
+    assert_string_equal(shown(list), "a=tcp://1:3 ");
+    assert_int_equal(kill(shared.pid, SIGCONT), 0);
+    td_coord_list_destroy(list);
+    td_coord_destroy(twin);
+    td_coord_destroy(other);
+    td_etcd_destroy(etcd);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -179,6 +270,7 @@ int main(void)
         cmocka_unit_test(test_f9_coord_etcd_frozen),
         cmocka_unit_test(test_f9_coord_etcd_killed_and_started),
         cmocka_unit_test(test_coord_compares_its_term),
+        cmocka_unit_test(test_coord_list_shows_who_is_there),
     };
     return cmocka_run_group_tests(tests, group_setup, group_teardown);
 }

@@ -24,6 +24,7 @@ typedef struct node {
     bool mute; /* sends no heartbeats */
     uint64_t beat_ns;
     uint64_t store_term;
+    uint64_t ticket_epoch;
 } node_t;
 
 typedef struct fixture {
@@ -183,6 +184,7 @@ static void register_as(fixture_t *fx, node_t *node, const char *numerics, bool 
     r->kv_codec = node->role == TD_ROLE_KVSTORE ? "" : codec;
     r->version = "0";
     r->context_max = 4096;
+    r->ticket_epoch = node->ticket_epoch;
     r->drafters = node->role == TD_ROLE_DECODE ? 1u << TD_DRAFTER_MEMO : 0;
     if (node->role != TD_ROLE_KVSTORE) {
         r->fingerprint = (td_bytes_t){fx->fingerprint, 32};
@@ -1173,6 +1175,44 @@ static void test_a_silent_node_is_dead_and_must_begin_a_new_life(void **state)
     assert_at_rest(fx);
 }
 
+/* I5, I9: who slept longer than tickets live is told so by the nodes as they register again, and
+ * goes on elsewhere; that is nobody's failure, however many nodes there are. */
+static void test_i9_tickets_that_nodes_let_go_are_placed_again(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    running_t run = start_attempt(fx, prefill, decode);
+
+    register_node(fx, decode, "cpu/mixed/r1", false); /* again, of the same epoch: nothing */
+    assert_true(expect(fx, decode, TD_MSG_REGISTERED)->u.registered.accepted);
+    for (uint32_t i = 0; i < RTR_RETRIES_MAX + 2; i++) {
+        node_t *node = i % 2 == 0 ? decode : prefill;
+        node->ticket_epoch++;
+        register_node(fx, node, "cpu/mixed/r1", false);
+        assert_true(expect(fx, node, TD_MSG_REGISTERED)->u.registered.accepted);
+        run = start_attempt(fx, prefill, decode);
+    }
+    send_token(decode, run.ticket, run.attempt, 0, 0, "hello", TD_FINISH_NONE);
+    for (uint32_t i = 0; i < 10; i++) {
+        spin(fx, NULL);
+    }
+    prefill->ticket_epoch++; /* its part is done */
+    register_node(fx, prefill, "cpu/mixed/r1", false);
+    assert_true(expect(fx, prefill, TD_MSG_REGISTERED)->u.registered.accepted);
+    decode->ticket_epoch++;
+    register_node(fx, decode, "cpu/mixed/r1", false);
+    run = start_attempt(fx, prefill, decode);
+    assert_int_equal(fx->given_count, 1);
+    send_token(decode, run.ticket, run.attempt, 0, 1, " world", TD_FINISH_STOP);
+    send_end(decode, run.ticket, run.attempt, TD_OK);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "hello world");
+    assert_int_equal(td_metric_get(fx->metrics.retries), 0);
+    assert_int_equal(td_metric_get(fx->metrics.failovers), 1);
+    assert_at_rest(fx);
+}
+
 static void test_tokens_out_of_order_end_the_attempt(void **state)
 {
     fixture_t *fx = *state;
@@ -1664,6 +1704,7 @@ int main(void)
         T(test_i9_a_whole_answer_goes_on_behind_a_decode_death),
         T(test_a_prefill_death_before_its_leg_is_over_is_retried),
         T(test_a_silent_node_is_dead_and_must_begin_a_new_life),
+        T(test_i9_tickets_that_nodes_let_go_are_placed_again),
         T(test_tokens_out_of_order_end_the_attempt),
         T(test_a_client_gone_cancels_both_legs),
         T(test_a_client_that_does_not_read_is_cut_off),

@@ -50,6 +50,7 @@ static void test_register_keeps_every_text(void **state)
                               .probe_key = {keys[1].bytes, TD_BLOCK_KEY_BYTES},
                               .context_max = 8192,
                               .version = "7",
+                              .ticket_epoch = 9,
                               .drafters = 26}};
     td_msg_arena_t *arena = NULL;
     const td_msg_t got = roundtrip(&msg, &arena);
@@ -62,6 +63,7 @@ static void test_register_keeps_every_text(void **state)
     assert_string_equal(got.u.reg.version, "7");
     assert_int_equal(got.u.reg.context_max, 8192);
     assert_int_equal(got.u.reg.drafters, 26);
+    assert_int_equal(got.u.reg.ticket_epoch, 9);
     assert_memory_equal(got.u.reg.probe_key.at, keys[1].bytes, TD_BLOCK_KEY_BYTES);
     td_msg_arena_free(arena);
 }
@@ -202,13 +204,14 @@ static void test_msg_end_tells_what_drafts_were_worth(void **state)
     (void)state;
 
     for (size_t i = 0; i < TD_ARRAY_LEN(cases); i++) {
-        td_msg_t msg = {.type = TD_MSG_END, .u.end = {.leg = TD_ROLE_DECODE}};
+        td_msg_t msg = {.type = TD_MSG_END, .u.end = {.leg = TD_ROLE_DECODE, .busy_ns = 7}};
         td_msg_arena_t *arena = NULL;
         td_msg_t out;
         msg.u.end.drafts = cases[i].drafts;
         msg.u.end.drafts.tokens = cases[i].drafts.k_max;
         assert_int_equal(send_over(&msg, &out, &arena), cases[i].status);
         if (cases[i].status == TD_OK) {
+            assert_int_equal(out.u.end.busy_ns, 7);
             assert_memory_equal(&out.u.end.drafts, &msg.u.end.drafts, sizeof(out.u.end.drafts));
             td_msg_arena_free(arena);
         }
@@ -220,6 +223,9 @@ static void test_msg_heartbeat_tells_costs(void **state)
     static const float wrong[] = {-0.5f, 2 * TD_MSG_COST_MAX, NAN, INFINITY};
     td_msg_t msg = {.type = TD_MSG_HEARTBEAT,
                     .u.heartbeat = {.queued_tokens = 3,
+                                    .other_requests = 4,
+                                    .other_tokens = 5,
+                                    .other_blocks = 6,
                                     .step_cost_count = 3,
                                     .pass_cost_count = 2,
                                     .step_costs = {1, 1.25f, 1.5f},
