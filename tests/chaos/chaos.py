@@ -7,6 +7,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import faults
 import test_histories
+import turns
 
 
 def run():
@@ -34,6 +35,13 @@ def run():
                 failed += 1
                 print(f"FAILED histories {carrier} seed {seed}: {error}", flush=True)
         print(f"histories: seed {seed}, {failed} failed", flush=True)
+    for seed in range(1, 1 + max(1, options.rounds // 10)):
+        total += 1
+        try:
+            turns.run_all(options, seed)
+        except (AssertionError, OSError, RuntimeError) as error:
+            failed += 1
+            print(f"FAILED turns seed {seed}: {error}", flush=True)
     print(f"{total - failed} passed, {failed} failed")
     return 1 if failed else 0
 
