@@ -88,21 +88,46 @@ static td_sampled_t first_token(const dcn_ticket_t *t, uint32_t choice)
     return s;
 }
 
-/* With what an earlier attempt has given of it. The first token was drawn once more, and is the
- * same, or the nodes are not as equal as they say. */
-static td_status_t replay(dcn_node_t *d, dcn_choice_t *c, const td_msg_generated_t *given,
-                          uint32_t first)
+/* It was drawn once more, and is the same, or the nodes are not as equal as they say. */
+static td_status_t check_first(const dcn_choice_t *c, const td_msg_generated_t *given,
+                               uint32_t first)
 {
-    if (given->tokens[0] != first) {
-        TD_LOG_ERROR("nodes differ", "req=%s choice=%u token=%u there=%u",
-                     c->ticket->work.request_id, c->index, first, given->tokens[0]);
-        return TD_ERR_CORRUPT;
+    if (given->tokens[0] == first) {
+        return TD_OK;
     }
+    TD_LOG_ERROR("nodes differ", "req=%s choice=%u token=%u there=%u", c->ticket->work.request_id,
+                 c->index, first, given->tokens[0]);
+    return TD_ERR_CORRUPT;
+}
+
+/* With what an earlier attempt has given of it. */
+static td_status_t replay(dcn_node_t *d, dcn_choice_t *c, const td_msg_generated_t *given)
+{
     for (uint32_t i = 0; i < given->count; i++) {
         td_sampler_accept(c->sampler, given->tokens[i]);
         TD_TRY(dcn_stream_replay(d, c, given->tokens[i]));
     }
     return TD_OK;
+}
+
+/* What an earlier attempt has given of each. False: the ticket has ended. */
+static bool replay_all(dcn_node_t *d, dcn_ticket_t *t)
+{
+    for (uint32_t i = 0; i < t->work.generated_count; i++) {
+        const td_msg_generated_t *given = &t->work.generated[i];
+        td_status_t status = TD_OK;
+        if (given->ended && !dcn_stream_skip(d, &t->choices[i])) {
+            return false;
+        }
+        if (!given->ended && given->count > 0) {
+            status = replay(d, &t->choices[i], given);
+        }
+        if (status != TD_OK) {
+            dcn_ticket_end(d, t, status);
+            return false;
+        }
+    }
+    return true;
 }
 
 /* False: the ticket has ended. */
@@ -120,7 +145,8 @@ static bool begin_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
         return dcn_stream_skip(d, c);
     }
     if (given->count > 0) {
-        status = replay(d, c, given, first.token);
+        status = check_first(c, given, first.token);
+        status = status == TD_OK ? replay(d, c, given) : status;
         if (status != TD_OK) {
             dcn_ticket_end(d, t, status);
         }
@@ -131,19 +157,44 @@ static bool begin_choice(dcn_node_t *d, dcn_ticket_t *t, uint32_t index)
     return dcn_stream_give(d, c, &first, &hash, 1);
 }
 
-void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
+static td_status_t open_choices(dcn_node_t *d, dcn_ticket_t *t)
 {
-    td_status_t status = TD_OK;
-    uint32_t n = t->work.n;
-
-    t->choices = td_calloc(n, sizeof(*t->choices));
+    t->choices = td_calloc(t->work.n, sizeof(*t->choices));
     if (t->choices == NULL) {
-        dcn_ticket_end(d, t, TD_ERR_NO_MEMORY);
+        return TD_ERR_NO_MEMORY;
+    }
+    for (uint32_t i = 0; i < t->work.n; i++) {
+        TD_TRY(init_choice(d, t, i));
+    }
+    return TD_OK;
+}
+
+void dcn_batch_admit_whole(dcn_node_t *d, dcn_ticket_t *t)
+{
+    const td_status_t status = open_choices(d, t);
+
+    if (status != TD_OK) {
+        dcn_ticket_end(d, t, status);
         return;
     }
-    for (uint32_t i = 0; i < n && status == TD_OK; i++) {
-        status = init_choice(d, t, i);
+    /* It takes all that again in its turn, which may be now. */
+    td_seq_fini(&t->seq);
+    td_pool_unreserve(d->node.pool, t->reserve_choices);
+    t->reserve_choices = 0;
+    t->running_ns = td_now_ns();
+    t->live = t->work.n;
+    td_metric_add(d->prompts_computed, 1);
+    if (replay_all(d, t)) {
+        td_metric_add(d->continued, t->work.generated_count > 0);
+        dcn_preempt_wait(t);
     }
+}
+
+void dcn_batch_admit(dcn_node_t *d, dcn_ticket_t *t)
+{
+    td_status_t status = open_choices(d, t);
+    uint32_t n = t->work.n;
+
     if (status == TD_OK) {
         status = init_sequences(d, t);
     }
@@ -425,6 +476,7 @@ static bool take_tokens(dcn_node_t *d, const dcn_part_t *part)
         dcn_return_share(d, c->ticket);
         return true;
     }
+    c->ticket->began = true;
     d->batch.tokens += c->sampled_count;
     dcn_speculate_observe(d, part, c->sampled_count - 1);
     while (taken < c->sampled_count && !ends) {

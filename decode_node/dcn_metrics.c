@@ -46,6 +46,7 @@ void dcn_metrics_declare(dcn_node_t *d)
     static const char *const states[] = {"state=\"free\"", "state=\"reserved\"", "state=\"cached\"",
                                          "state=\"active\""};
     const char *returned = "tandem_decode_returned_tokens_total";
+    const char *prompt = "tandem_decode_prompt_tokens_total";
 
     d->tokens = td_metrics_counter(m, "tandem_decode_tokens_total", NULL, "tokens generated");
     d->requests_ok = td_metrics_counter(m, requests, "outcome=\"ok\"", "decode legs that ended");
@@ -88,6 +89,12 @@ void dcn_metrics_declare(dcn_node_t *d)
                                          "KV came from");
     d->draft_computed = td_metrics_counter(m, contexts, "source=\"computed\"", "");
     d->returned_computed = td_metrics_counter(m, returned, "source=\"computed\"", "");
+    d->prompts_computed = td_metrics_counter(m, "tandem_decode_prompts_total", NULL,
+                                             "prompts whose rest was computed here");
+    d->prompt_cached =
+        td_metrics_counter(m, prompt, "source=\"cache\"", "their tokens by where the KV came from");
+    d->prompt_fetched = td_metrics_counter(m, prompt, "source=\"store\"", "");
+    d->prompt_computed = td_metrics_counter(m, prompt, "source=\"computed\"", "");
     declare_drafters(d);
     d->memo_told = td_metrics_counter(m, "tandem_decode_memo_told_total", NULL,
                                       "answers that another node had remembered");

@@ -16,7 +16,8 @@
 #define DCN_TICKETS_MAX 1024u /* past it: busy */
 #define DCN_BATCH_ROWS_MAX 256u
 #define DCN_DRAFT_PAST_MAX 1024u /* tenants, classes and drafters remembered for the router */
-#define DCN_REPLAY_ROWS_MAX 64u  /* rows of a step that compute again what was given up */
+#define DCN_REPLAY_ROWS_MAX                                                                        \
+    64u /* rows of a step that compute prompts, or again what was given up */
 
 typedef enum dcn_state {
     DCN_FETCHING,  /* blocks are reserved; layers come in */
@@ -93,6 +94,7 @@ typedef struct dcn_ticket {
     uint32_t sides;              /* leaves that were verified beside them */
     uint64_t running_ns;         /* since when it generates */
     bool computing;
+    bool began;            /* its first token is drawn */
     uint32_t *quarantined; /* owned, [blocks]; while DCN_DRAIN */
     uint32_t quarantined_count;
     /* Coming back: choices take turns; the one whose turn it is has its sequence in seq while
@@ -100,6 +102,7 @@ typedef struct dcn_ticket {
     uint32_t return_choice;
     uint32_t shared_tokens;  /* 0; or return_choice brings and computes just so many, for all */
     uint32_t return_held;    /* blocks that were here when its turn came */
+    uint32_t shared_blocks;  /* what all choices have in common of the prompt */
     uint32_t counted_blocks; /* of them, those that earlier turns have counted already */
     uint64_t return_serial;  /* names its question to the store; 0 = none is open */
     bool return_alone;       /* a fetch has failed: the store is not asked any more */
@@ -223,6 +226,10 @@ typedef struct dcn_node {
     td_metric_t *returned_cached;
     td_metric_t *returned_fetched;
     td_metric_t *returned_computed;
+    td_metric_t *prompts_computed;
+    td_metric_t *prompt_cached;
+    td_metric_t *prompt_fetched;
+    td_metric_t *prompt_computed;
     td_metric_t *drafts_accepted;
     td_metric_t *drafts_rejected;
     td_metric_t *sides_accepted;
@@ -261,6 +268,8 @@ void dcn_receive_fetched(dcn_node_t *dcn, td_node_fetch_t *job);
 /* dcn_batch.c: continuous batching */
 /** Makes the choices of a verified ticket, sends their first tokens. */
 void dcn_batch_admit(dcn_node_t *dcn, dcn_ticket_t *ticket);
+/** Makes the choices of a ticket whose prompt is computed here: it waits as one that comes back. */
+void dcn_batch_admit_whole(dcn_node_t *dcn, dcn_ticket_t *ticket);
 void dcn_batch_schedule(dcn_node_t *dcn);
 void dcn_batch_progress(dcn_node_t *dcn);
 

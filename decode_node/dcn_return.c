@@ -105,6 +105,30 @@ void dcn_return_fini(dcn_ticket_t *t)
     t->shared_tokens = 0;
 }
 
+/* --- where it comes from ---------------------------------------------------------------------- */
+
+static bool is_prompt(const dcn_ticket_t *t)
+{
+    return t->work.self_prefill && !t->began && t->work.generated_count == 0;
+}
+
+static void count_cached(dcn_node_t *d, dcn_ticket_t *t, uint64_t tokens)
+{
+    td_metric_add(is_prompt(t) ? d->prompt_cached : d->returned_cached, tokens);
+    t->ready.usage.cached_local_tokens += is_prompt(t) ? (uint32_t)tokens : 0;
+}
+
+static void count_fetched(dcn_node_t *d, dcn_ticket_t *t, uint64_t tokens)
+{
+    td_metric_add(is_prompt(t) ? d->prompt_fetched : d->returned_fetched, tokens);
+    t->ready.usage.cached_store_tokens += is_prompt(t) ? (uint32_t)tokens : 0;
+}
+
+static void count_computed(dcn_node_t *d, dcn_ticket_t *t, uint64_t tokens)
+{
+    td_metric_add(is_prompt(t) ? d->prompt_computed : d->returned_computed, tokens);
+}
+
 /* --- turns ------------------------------------------------------------------------------------ */
 
 static void on_found(void *ctx, uint64_t tag, td_status_t status,
@@ -122,9 +146,9 @@ static bool ask(dcn_node_t *d, dcn_ticket_t *t, uint32_t blocks)
     held = td_seq_extend(&t->seq, c->return_keys, blocks);
     t->return_held = held;
     memset(t->return_right, 0, blocks * sizeof(*t->return_right)); /* those of earlier turns */
-    td_metric_add(d->returned_cached,
-                  (uint64_t)(held - t->counted_blocks) * td_node_layout(&d->node)->block_tokens);
-    t->counted_blocks = t->full_blocks; /* no other choice brings these */
+    count_cached(d, t,
+                 (uint64_t)(held - t->counted_blocks) * td_node_layout(&d->node)->block_tokens);
+    t->counted_blocks = t->shared_blocks; /* no other choice brings these */
     if (held >= blocks || t->return_alone ||
         kvs_client_lookup(d->store, c->return_keys + held, blocks - held, on_found, d,
                           d->returns + 1) != TD_OK) {
@@ -162,9 +186,11 @@ static void run_again(dcn_node_t *d, dcn_ticket_t *t)
         kept += t->choices[i].kv_tokens;
     }
     t->state = DCN_RUNNING;
-    td_metric_add(d->returned_computed, tokens - kept);
-    TD_LOG_INFO("resumed", "req=%s choices=%u tokens=%u kept=%u", t->work.request_id, t->live,
-                tokens + t->live, kept);
+    count_computed(d, t, tokens - kept);
+    if (!is_prompt(t)) {
+        TD_LOG_INFO("resumed", "req=%s choices=%u tokens=%u kept=%u", t->work.request_id, t->live,
+                    tokens + t->live, kept);
+    }
     dcn_return_fini(t);
 }
 
@@ -205,9 +231,11 @@ static void end_turn(dcn_node_t *d, dcn_ticket_t *t)
         t->return_choice = next_choice(t, t->return_choice + 1);
         bring_choices(d, t);
     } else if (c->kv_tokens < t->shared_tokens) {
-        td_metric_add(d->returned_computed, t->shared_tokens - c->kv_tokens);
-        TD_LOG_INFO("prompt computed again", "req=%s choices=%u tokens=%u kept=%u",
-                    t->work.request_id, t->live, t->shared_tokens, c->kv_tokens);
+        count_computed(d, t, t->shared_tokens - c->kv_tokens);
+        if (!is_prompt(t)) {
+            TD_LOG_INFO("prompt computed again", "req=%s choices=%u tokens=%u kept=%u",
+                        t->work.request_id, t->live, t->shared_tokens, c->kv_tokens);
+        }
         t->state = DCN_RUNNING; /* the others wait for it */
     } else {
         dcn_return_share(d, t);
@@ -231,7 +259,7 @@ void dcn_return_fetched(dcn_node_t *d, dcn_ticket_t *t, td_node_fetch_t *job)
     if (t->fetches == 0) {
         const uint32_t kept = td_node_fetch_keep(&d->node, &t->seq, t->return_held, keys,
                                                  t->return_sums, t->return_right);
-        td_metric_add(d->returned_fetched, (uint64_t)kept * td_node_layout(&d->node)->block_tokens);
+        count_fetched(d, t, (uint64_t)kept * td_node_layout(&d->node)->block_tokens);
         end_turn(d, t);
     }
 }
@@ -282,14 +310,27 @@ static td_status_t reserve(dcn_node_t *d, td_seq_t *seq, uint32_t room)
     return td_seq_reserve(seq, room);
 }
 
+/* The prompt's full blocks. Who has no token yet computes the prompt's last position by itself. */
+static uint32_t shared_blocks(const dcn_node_t *d, const dcn_ticket_t *t)
+{
+    uint32_t blocks = t->full_blocks;
+
+    for (uint32_t i = next_choice(t, 0); i < t->work.n; i = next_choice(t, i + 1)) {
+        if (t->choices[i].token_count == 0) {
+            blocks = (t->work.prompt_tokens - 1) / td_node_layout(&d->node)->block_tokens;
+        }
+    }
+    return blocks;
+}
+
 /* Does each choice find all here that it shares with others? Then it holds what it found. */
-static bool find_choices(dcn_ticket_t *t, uint32_t shared_blocks)
+static bool find_choices(dcn_ticket_t *t, uint32_t blocks)
 {
     bool all = true;
 
     for (uint32_t i = next_choice(t, 0); i < t->work.n; i = next_choice(t, i + 1)) {
         dcn_choice_t *c = &t->choices[i];
-        all = td_seq_match(&c->seq, c->return_keys, c->return_blocks) >= shared_blocks && all;
+        all = td_seq_match(&c->seq, c->return_keys, c->return_blocks) >= blocks && all;
     }
     return all;
 }
@@ -298,7 +339,7 @@ static bool find_choices(dcn_ticket_t *t, uint32_t shared_blocks)
 static td_status_t take_shared(dcn_node_t *d, dcn_ticket_t *t)
 {
     dcn_choice_t *c = &t->choices[next_choice(t, 0)];
-    const uint32_t tokens = t->full_blocks * td_node_layout(&d->node)->block_tokens;
+    const uint32_t tokens = t->shared_blocks * td_node_layout(&d->node)->block_tokens;
     const uint32_t most = td_attention_blocks_max(
         td_node_mask(&d->node), td_node_layout(&d->node)->block_tokens, tokens, 1);
     uint32_t held = 0;
@@ -306,26 +347,26 @@ static td_status_t take_shared(dcn_node_t *d, dcn_ticket_t *t)
     for (uint32_t i = 0; i < t->work.n; i++) {
         td_seq_release(&t->choices[i].seq);
     }
-    held = td_seq_match(&c->seq, c->return_keys, t->full_blocks);
+    held = td_seq_match(&c->seq, c->return_keys, t->shared_blocks);
     t->shared_tokens = tokens;
-    return reserve(d, &c->seq, TD_MIN(t->full_blocks - held, most - TD_MIN(most, c->seq.held)));
+    return reserve(d, &c->seq, TD_MIN(t->shared_blocks - held, most - TD_MIN(most, c->seq.held)));
 }
 
 static td_status_t take_room(dcn_node_t *d, dcn_ticket_t *t)
 {
     const uint32_t tokens = t->work.prompt_tokens + t->work.max_tokens;
-    const uint32_t shared_blocks = t->live > 1 ? t->full_blocks : 0;
 
     for (uint32_t i = next_choice(t, 0); i < t->work.n; i = next_choice(t, i + 1)) {
         TD_TRY(td_seq_init(&t->choices[i].seq, d->node.pool, td_node_layout(&d->node),
                            td_node_mask(&d->node), tokens));
     }
-    if (!find_choices(t, shared_blocks)) {
+    t->shared_blocks = shared_blocks(d, t);
+    if (!find_choices(t, t->live > 1 ? t->shared_blocks : 0)) {
         TD_TRY(take_shared(d, t));
     }
     for (uint32_t i = next_choice(t, 0); i < t->work.n; i = next_choice(t, i + 1)) {
         dcn_choice_t *c = &t->choices[i];
-        const uint32_t from = t->shared_tokens > 0 ? t->full_blocks : c->seq.block_count;
+        const uint32_t from = t->shared_tokens > 0 ? t->shared_blocks : c->seq.block_count;
         TD_TRY(reserve(d, &c->seq, room_behind(d, c, from)));
     }
     return TD_OK;
@@ -336,6 +377,9 @@ td_status_t dcn_return_begin(dcn_node_t *d, dcn_ticket_t *t)
     td_status_t status = prepare(d, t);
 
     t->shared_tokens = 0;
+    if (is_prompt(t)) {
+        t->ready.usage = (td_msg_usage_t){0}; /* of an attempt that gave way */
+    }
     if (status != TD_OK) {
         dcn_return_fini(t);
         return status;
@@ -355,7 +399,7 @@ td_status_t dcn_return_begin(dcn_node_t *d, dcn_ticket_t *t)
     t->return_alone = false;
     if (t->shared_tokens == 0) {
         bring_choices(d, t);
-    } else if (!ask(d, t, t->full_blocks)) {
+    } else if (!ask(d, t, t->shared_blocks)) {
         end_turn(d, t);
     }
     return TD_OK;

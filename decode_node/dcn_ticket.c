@@ -40,7 +40,7 @@ static void send_end(dcn_node_t *d, const dcn_ticket_t *t, td_status_t status)
     }
     msg.u.end = (td_msg_end_t){
         .ticket = t->ticket, .attempt = t->attempt, .leg = TD_ROLE_DECODE, .status = status};
-    if (t->ready_arena != NULL) {
+    if (t->ready_arena != NULL || t->work.self_prefill) {
         msg.u.end.usage = t->ready.usage; /* where the prompt's KV came from */
     }
     msg.u.end.usage.prompt_tokens = t->work.prompt_tokens;
@@ -147,7 +147,8 @@ static bool are_tokens(const dcn_node_t *d, const uint32_t *tokens, uint32_t cou
 
 static td_status_t check_work(const dcn_node_t *d, const td_msg_work_t *w)
 {
-    if (w->peer_id[0] == '\0' || w->prompt_tokens >= d->node.info->context_max ||
+    if ((w->peer_id[0] == '\0') != w->self_prefill ||
+        w->prompt_tokens >= d->node.info->context_max ||
         w->max_tokens > d->node.info->context_max - w->prompt_tokens) {
         return TD_ERR_INVALID;
     }
@@ -376,6 +377,9 @@ void dcn_ticket_reserve(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **are
     TD_LOG_DEBUG("decode reserved", "req=%s attempt=%u prompt_tokens=%u held_blocks=%u",
                  t->work.request_id, t->attempt, t->work.prompt_tokens, t->held_blocks);
     TD_FAULT_POINT("decode_reserve");
+    if (t->work.self_prefill) {
+        dcn_batch_admit_whole(d, t);
+    }
 }
 
 void dcn_ticket_tick(dcn_node_t *d)

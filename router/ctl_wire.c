@@ -452,6 +452,7 @@ static json_t *decision_json(const PB(Decision) * d)
     put_count(o, "attempt", d->attempt);
     put_count(o, "prompt_tokens", d->prompt_tokens);
     put_count(o, "generated_tokens", d->generated_tokens);
+    put(o, "self_prefill", json_boolean(d->self_prefill));
     put_text(o, "policy", d->policy);
     put_count(o, "prefill_nodes", d->prefill_nodes);
     put_count(o, "decode_nodes", d->decode_nodes);
@@ -502,14 +503,15 @@ static void print_decision(const PB(Decision) * d, FILE *out)
         const PB(PrefillCandidate) *p = d->prefills[i];
         (void)fprintf(
             out, "  %c prefill %-16s score %.2f ms, queue %.2f, ttft %.2f, own %u, pulled %u\n",
-            i == 0 ? '*' : ' ', p->node, p->score_ms, p->queue_ms, p->ttft_ms, p->own_tokens,
-            p->pulled_tokens);
+            i == 0 && !d->self_prefill ? '*' : ' ', p->node, p->score_ms, p->queue_ms, p->ttft_ms,
+            p->own_tokens, p->pulled_tokens);
     }
     for (size_t i = 0; i < d->n_decodes; i++) {
         const PB(DecodeCandidate) *c = d->decodes[i];
-        (void)fprintf(out, "  %c decode  %-16s score %.4g, tbt %.2f ms, running %u, free %u%s\n",
+        (void)fprintf(out, "  %c decode  %-16s score %.4g, tbt %.2f ms, running %u, free %u%s%s\n",
                       i == 0 ? '*' : ' ', c->node, c->score, c->tbt_ms, c->running, c->free_blocks,
-                      c->fits ? "" : ", does not fit");
+                      c->fits ? "" : ", does not fit",
+                      i == 0 && d->self_prefill ? ", computes the prompt" : "");
     }
 }
 

@@ -542,6 +542,7 @@ static void fill_decision(const rtr_trace_decision_t *d, decision_view_t *v)
     pb->attempt = d->attempt;
     pb->prompt_tokens = d->prompt_tokens;
     pb->generated_tokens = d->generated_tokens;
+    pb->self_prefill = d->self_prefill;
     pb->policy = lend(rtr_policy_name(d->policy));
     pb->prefill_nodes = d->prefill_nodes;
     pb->decode_nodes = d->decode_nodes;

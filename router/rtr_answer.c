@@ -33,6 +33,11 @@ static void handle_reserved(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *
     t->state = RTR_TICKET_RUNNING;
     t->start_ns = td_now_ns();
     rtr_drafters_count(ts->config.drafters, &t->draft);
+    if (t->self) {
+        td_metric_add(ts->config.metrics->self_prefills, 1);
+        rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
+        return;
+    }
     if (rtr_attempt_send(ts, t, TD_MSG_START, &t->prefill, &t->decode, m->have_blocks) != TD_OK) {
         rtr_attempt_failed(ts, t, TD_ERR_PEER_DEAD, t->prefill.slot, "start not sent");
         return;
@@ -55,6 +60,15 @@ static void learn_tbt(rtr_tickets_t *ts, const rtr_ticket_t *t, double ns)
     rtr_tbt_observe(&ts->tbt, NULL, decoding, blocks, ns);
 }
 
+/* What the prompt took a decode node that had the rest of its step's rows for it. */
+static void learn_self(rtr_tickets_t *ts, const rtr_ticket_t *t, double ns)
+{
+    rtr_node_t *node = rtr_registry_node(ts->config.registry, t->decode.slot);
+
+    rtr_work_observe(&node->self, &ts->self, &t->work, ns);
+    rtr_work_observe(&ts->self, NULL, &t->work, ns);
+}
+
 static void observe_token(rtr_tickets_t *ts, rtr_ticket_t *t, rtr_choice_t *choice, uint32_t count)
 {
     rtr_request_t *req = t->req;
@@ -62,6 +76,9 @@ static void observe_token(rtr_tickets_t *ts, rtr_ticket_t *t, rtr_choice_t *choi
     const bool is_first = choice->attempt != t->attempt; /* of this attempt */
     uint64_t now = td_now_ns();
 
+    if (is_first && t->self && t->decode.held && t->decoding == 0) {
+        learn_self(ts, t, (double)(now - t->start_ns));
+    }
     if (is_first && t->decode.held) {
         t->decoding++;
         rtr_registry_node(ts->config.registry, t->decode.slot)->decoding++;
@@ -225,7 +242,9 @@ static void handle_tokens(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *ms
     t->failures = 0;
     observe_token(ts, t, choice, m->count);
     if (t->prompt_idx == 0 && choice->received == m->count) {
-        rtr_request_set_nodes(req, rtr_registry_node(ts->config.registry, t->prefill.slot)->id,
+        rtr_request_set_nodes(req,
+                              t->self ? msg->sender_id
+                                      : rtr_registry_node(ts->config.registry, t->prefill.slot)->id,
                               msg->sender_id);
         name_draft(t);
     }

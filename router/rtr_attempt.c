@@ -100,55 +100,58 @@ td_status_t rtr_attempt_send(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_ty
 {
     const rtr_params_t *p = &t->req->params;
     const rtr_prompt_t *prompt = rtr_ticket_prompt(t);
+    const bool has_peer = peer->slot != RTR_PLACE_NONE;
     td_msg_generated_t generated[TD_MSG_CHOICES_MAX];
     uint64_t left_ms = td_remaining_ns(t->req->deadline_ns) / TD_NS_PER_MS;
     char request_id[TD_MSG_ID_CHARS_MAX + 1];
-    td_msg_t msg = {.type = type,
-                    .u.work = {
-                        .ticket = t->id,
-                        .attempt = t->attempt,
-                        .budget_ms = (uint32_t)TD_MIN(left_ms + 1, UINT32_MAX),
-                        .prompt = prompt->tokens,
-                        .prompt_tokens = prompt->count,
-                        .cache_salt = {(const uint8_t *)p->cache_salt.bytes, p->cache_salt.len},
-                        .temperature = p->temperature,
-                        .top_k = p->top_k,
-                        .top_p = p->top_p,
-                        .min_p = p->min_p,
-                        .presence_penalty = p->presence_penalty,
-                        .frequency_penalty = p->frequency_penalty,
-                        .repetition_penalty = p->repetition_penalty,
-                        .seed = p->seed,
-                        .bias_count = p->bias_count,
-                        .bias_tokens = p->bias_tokens,
-                        .bias_values = p->bias_values,
-                        .n = p->n,
-                        .max_tokens = prompt->max_tokens,
-                        .min_tokens = p->min_tokens,
-                        .priority = p->priority,
-                        .drafter = t->draft.drafter,
-                        .k_min = t->draft.k_min,
-                        .k_max = t->draft.k_max,
-                        .draft_rule = p->draft_rule,
-                        .tenant = t->tenant,
-                        .prompt_class = t->prompt_class,
-                        .prediction = p->prediction,
-                        .prediction_tokens = p->prediction_tokens,
-                        .ignore_eos = p->ignore_eos,
-                        .want_logprobs = p->want_logprobs,
-                        .top_logprobs = p->top_logprobs,
-                        .prompt_logprobs = p->echo && p->want_logprobs,
-                        .want_hashes = ts->config.model->allow_placement,
-                        .stop_count = p->stop_count,
-                        .stops = p->stops,
-                        .include_stop = p->include_stop,
-                        .skip_special = p->skip_special,
-                        .peer_id = rtr_registry_node(ts->config.registry, peer->slot)->id,
-                        .peer_incarnation = peer->incarnation,
-                        .have_blocks = have_blocks,
-                        .request_id = request_id,
-                        .generated = generated,
-                    }};
+    td_msg_t msg = {
+        .type = type,
+        .u.work = {
+            .ticket = t->id,
+            .attempt = t->attempt,
+            .budget_ms = (uint32_t)TD_MIN(left_ms + 1, UINT32_MAX),
+            .prompt = prompt->tokens,
+            .prompt_tokens = prompt->count,
+            .cache_salt = {(const uint8_t *)p->cache_salt.bytes, p->cache_salt.len},
+            .temperature = p->temperature,
+            .top_k = p->top_k,
+            .top_p = p->top_p,
+            .min_p = p->min_p,
+            .presence_penalty = p->presence_penalty,
+            .frequency_penalty = p->frequency_penalty,
+            .repetition_penalty = p->repetition_penalty,
+            .seed = p->seed,
+            .bias_count = p->bias_count,
+            .bias_tokens = p->bias_tokens,
+            .bias_values = p->bias_values,
+            .n = p->n,
+            .max_tokens = prompt->max_tokens,
+            .min_tokens = p->min_tokens,
+            .priority = p->priority,
+            .drafter = t->draft.drafter,
+            .k_min = t->draft.k_min,
+            .k_max = t->draft.k_max,
+            .draft_rule = p->draft_rule,
+            .tenant = t->tenant,
+            .prompt_class = t->prompt_class,
+            .prediction = p->prediction,
+            .prediction_tokens = p->prediction_tokens,
+            .ignore_eos = p->ignore_eos,
+            .want_logprobs = p->want_logprobs,
+            .top_logprobs = p->top_logprobs,
+            .prompt_logprobs = p->echo && p->want_logprobs,
+            .want_hashes = ts->config.model->allow_placement,
+            .stop_count = p->stop_count,
+            .stops = p->stops,
+            .include_stop = p->include_stop,
+            .skip_special = p->skip_special,
+            .peer_id = has_peer ? rtr_registry_node(ts->config.registry, peer->slot)->id : "",
+            .self_prefill = !has_peer,
+            .peer_incarnation = peer->incarnation,
+            .have_blocks = have_blocks,
+            .request_id = request_id,
+            .generated = generated,
+        }};
 
     (void)snprintf(request_id, sizeof(request_id), "%.63s", t->req->request_id);
     msg.u.work.generated_count = type == TD_MSG_RESERVE ? list_generated(t, generated) : 0;
@@ -181,7 +184,8 @@ bool rtr_attempt_refused(rtr_tickets_t *ts, const rtr_ticket_t *t)
                        !prefill ? "No prefill node is live." : "No decode node is live.");
         return true;
     }
-    if (pinned_is_missing(ts, TD_ROLE_PREFILL, rtr_ticket_pinned(t, TD_ROLE_PREFILL)) ||
+    if ((rtr_ticket_named_self(ts, t) == RTR_PLACE_NONE &&
+         pinned_is_missing(ts, TD_ROLE_PREFILL, rtr_ticket_pinned(t, TD_ROLE_PREFILL))) ||
         pinned_is_missing(ts, TD_ROLE_DECODE, rtr_ticket_pinned(t, TD_ROLE_DECODE))) {
         rtr_end_failed(ts, t->req, RTR_OUTCOME_BAD_REQUEST, 400, "no_such_node",
                        "tandem: a node that was named is not live, or has another role.");
@@ -245,6 +249,41 @@ static bool refuse_by_slo(rtr_tickets_t *ts, const rtr_ticket_t *t,
     return true;
 }
 
+/* Chooses nodes and counts the attempt on them. False: it waits, or was refused and is gone. */
+static bool place(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    const rtr_place_ask_t ask = rtr_ticket_ask(ts, t);
+    rtr_prefill_choice_t prefill = rtr_ticket_choose_prefill(ts, t, &ask, false);
+    rtr_decode_choice_t decode = rtr_ticket_choose_decode(ts, t, &ask, false);
+    rtr_self_choice_t self;
+
+    if (prefill.node == RTR_PLACE_NONE) {
+        prefill = rtr_ticket_choose_prefill(ts, t, &ask, true);
+    }
+    if (decode.node == RTR_PLACE_NONE) {
+        decode = rtr_ticket_choose_decode(ts, t, &ask, true);
+    }
+    self = rtr_ticket_choose_self(ts, t, &ask, &prefill, &decode);
+    if (self.node != RTR_PLACE_NONE) {
+        prefill.ttft_ns = self.ttft_ns;
+    } else if (prefill.node == RTR_PLACE_NONE || decode.node == RTR_PLACE_NONE) {
+        rtr_queue_join(ts, t);
+        return false;
+    }
+    if (refuse_by_slo(ts, t, &prefill, &decode)) {
+        return false;
+    }
+    ts->turn++;
+    if (self.node != RTR_PLACE_NONE) {
+        rtr_attempt_hold_self(ts, t, &self, ask.now_ns);
+    } else {
+        rtr_attempt_hold(ts, t, &prefill, decode.node, ask.now_ns);
+    }
+    rtr_ticket_choose_draft(ts, t);
+    rtr_attempt_note_decision(ts, t, &ask);
+    return true;
+}
+
 void rtr_attempt_begin(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
     rtr_ticket_hash(ts, t);
@@ -253,32 +292,13 @@ void rtr_attempt_begin(rtr_tickets_t *ts, rtr_ticket_t *t)
     if (rtr_attempt_refused(ts, t)) {
         return;
     }
-    for (;;) {
-        const rtr_place_ask_t ask = rtr_ticket_ask(ts, t);
-        rtr_prefill_choice_t prefill = rtr_ticket_choose_prefill(ts, t, &ask, false);
-        rtr_decode_choice_t decode = rtr_ticket_choose_decode(ts, t, &ask, false);
-
-        prefill =
-            prefill.node != RTR_PLACE_NONE ? prefill : rtr_ticket_choose_prefill(ts, t, &ask, true);
-        decode =
-            decode.node != RTR_PLACE_NONE ? decode : rtr_ticket_choose_decode(ts, t, &ask, true);
-        if (prefill.node == RTR_PLACE_NONE || decode.node == RTR_PLACE_NONE) {
-            rtr_queue_join(ts, t);
-            return;
-        }
-        if (refuse_by_slo(ts, t, &prefill, &decode)) {
-            return;
-        }
-        ts->turn++;
-        rtr_attempt_hold(ts, t, &prefill, decode.node, ask.now_ns);
-        rtr_ticket_choose_draft(ts, t);
-        rtr_attempt_note_decision(ts, t, &ask);
+    while (place(ts, t)) {
         if (rtr_attempt_send(ts, t, TD_MSG_RESERVE, &t->decode, &t->prefill, 0) == TD_OK) {
             t->state = RTR_TICKET_RESERVING;
             t->reserve_deadline_ns = td_now_ns() + RTR_RESERVE_MS * TD_NS_PER_MS;
             return;
         }
-        rtr_slot_add(&t->tried, decode.node);
+        rtr_slot_add(&t->tried, t->decode.slot);
         rtr_attempt_end(ts, t, false);
     }
 }

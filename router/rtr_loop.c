@@ -79,6 +79,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
                                     .block_tokens = config->block_tokens,
                                     .kv_codec = config->kv_codec,
                                     .policy = config->policy,
+                                    .self_tokens_max = config->self_tokens_max,
                                     .queue_max = config->queue_max,
                                     .queue_ms = config->queue_ms,
                                     .request_timeout_ms = config->request_timeout_ms};

@@ -23,6 +23,7 @@ typedef struct rtr_loop_config {
     const char *kv_codec; /* borrowed; td_kv_codec_name() */
     uint32_t block_bytes;
     rtr_policy_t policy;
+    uint32_t self_tokens_max;
     uint32_t queue_max;
     uint32_t queue_ms;
     uint32_t request_timeout_ms;

@@ -49,6 +49,8 @@ static const struct {
      NULL, "Registrations refused: other model, precision, secret or a name in use."},
     {AT(retries), td_metrics_counter, "tandem_router_retries_total", NULL,
      "New attempts after a failure on a node."},
+    {AT(self_prefills), td_metrics_counter, "tandem_router_self_prefills_total", NULL,
+     "Prompts whose rest the decode node computed."},
     {AT(failovers), td_metrics_counter, "tandem_router_failovers_total", NULL,
      "Of them, those that go on behind tokens that an earlier attempt gave."},
     {AT(breakers_opened), td_metrics_counter, "tandem_router_breakers_opened_total", NULL,

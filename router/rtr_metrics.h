@@ -49,6 +49,7 @@ typedef struct rtr_metrics {
     td_metric_t *registrations_refused;
     td_metric_t *retries;
     td_metric_t *failovers;
+    td_metric_t *self_prefills;
     td_metric_t *breakers_opened;
     td_metric_t *slo_ttft;
     td_metric_t *slo_tbt;

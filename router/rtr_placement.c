@@ -482,6 +482,64 @@ rtr_decode_choice_t rtr_place_decode(const rtr_place_ask_t *ask, const rtr_decod
                                  .tbt_ns = decode_tbt(ask, &views[best])};
 }
 
+/* --- prompts that a decode node computes --------------------------------------------------------
+ */
+
+/* Times the best node's time between tokens: no reason to crowd there. */
+#define SELF_TBT_SLACK 1.25
+#define SELF_GAIN 1.1      /* equal times: it saves a prefill node's time, and the hand-over */
+#define SELF_TRY_EVERY 64u /* what was slow is tried again, */
+#define SELF_TRY_COST 3.0  /* where it was not far slower */
+
+/* What the rest of the prompt takes a node, alone; negative: not known, or too much. */
+static double self_ns(const rtr_place_ask_t *ask, const rtr_decode_view_t *v, uint32_t most,
+                      rtr_work_t *work_out)
+{
+    const uint32_t own = (uint32_t)TD_MIN((uint64_t)v->match_blocks * ask->granule_tokens, most);
+    const rtr_estimate_t *known = known_of(v->self, ask->typical_self);
+
+    if (ask->prompt_tokens - own > ask->self_tokens_max) {
+        return -1;
+    }
+    *work_out = rtr_work_of(ask->prompt_tokens, own, 0);
+    if (known == &unknown) {
+        known = known_of(NULL, ask->typical); /* until it is tried: as fast as prefill nodes */
+    }
+    return known == &unknown ? -1 : rtr_work_ns(known, work_out);
+}
+
+rtr_self_choice_t rtr_place_self(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
+                                 uint32_t count, const rtr_prefill_choice_t *prefill,
+                                 const rtr_decode_choice_t *decode)
+{
+    const common_t common = common_of(ask);
+    rtr_self_choice_t best = {.node = RTR_PLACE_NONE};
+    const double slack = ask->draw % SELF_TRY_EVERY == 0 ? SELF_TRY_COST : SELF_GAIN;
+    double best_cost = prefill->ttft_ns * slack;
+    uint64_t nth = 0;
+
+    if (ask->self_tokens_max == 0 || prefill->ttft_ns < 0 || is_blind(ask, &nth)) {
+        return best;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        const rtr_decode_view_t *v = &views[i];
+        rtr_work_t work;
+        double alone = 0;
+        double cost = 0;
+        if (!v->allowed || !decode_fits(ask, v) ||
+            (decode->tbt_ns >= 0 && decode_tbt(ask, v) > SELF_TBT_SLACK * decode->tbt_ns)) {
+            continue;
+        }
+        alone = self_ns(ask, v, common.most, &work);
+        cost = alone * (1 + (double)v->running); /* who generates there waits as long */
+        if (alone >= 0 && cost <= best_cost) {
+            best = (rtr_self_choice_t){.node = i, .work = work, .ttft_ns = alone};
+            best_cost = cost;
+        }
+    }
+    return best;
+}
+
 rtr_decode_explained_t rtr_explain_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t *v)
 {
     return (rtr_decode_explained_t){

@@ -98,6 +98,8 @@ typedef struct rtr_place_ask {
     uint32_t sequences;                /* that it adds to a decode node */
     uint32_t need_blocks;              /* that they may grow to */
     const rtr_estimate_t *typical_tbt; /* of all decode nodes */
+    uint32_t self_tokens_max; /* that a decode node may compute of a prompt; 0: none does */
+    const rtr_estimate_t *typical_self; /* of all decode nodes, at computing prompts */
 } rtr_place_ask_t;
 
 typedef struct rtr_prefill_choice {
@@ -119,6 +121,7 @@ typedef struct rtr_decode_view {
     uint32_t total_blocks; /* 0 = not known yet */
     uint32_t match_blocks; /* of this prompt */
     const rtr_estimate_t *tbt;
+    const rtr_estimate_t *self; /* what prompts take it */
 } rtr_decode_view_t;
 
 typedef struct rtr_decode_choice {
@@ -129,6 +132,21 @@ typedef struct rtr_decode_choice {
 
 rtr_decode_choice_t rtr_place_decode(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
                                      uint32_t count);
+
+/** A decode node that computes the rest of the prompt itself, by the rows that its steps have to
+ * spare. */
+typedef struct rtr_self_choice {
+    uint32_t node; /* index, or RTR_PLACE_NONE: better not */
+    rtr_work_t work;
+    double ttft_ns; /* predicted */
+} rtr_self_choice_t;
+
+/** Conditional disaggregation (design, section 4): is a short rest computed faster where the answer
+ * is generated, the delay of those that generate there included? prefill, decode: what was chosen
+ * else. Cost: O(count). */
+rtr_self_choice_t rtr_place_self(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
+                                 uint32_t count, const rtr_prefill_choice_t *prefill,
+                                 const rtr_decode_choice_t *decode);
 
 /** What a node's placement was judged by. Scores: the lowest is chosen, where the policy compares
  * at all. */

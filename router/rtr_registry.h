@@ -48,6 +48,7 @@ typedef struct rtr_node {
     /* What its work takes, learned by rtr_tickets. */
     rtr_estimate_t prefill_time;
     rtr_estimate_t tbt;
+    rtr_estimate_t self; /* decode: prompts that it computed */
     rtr_breaker_t breaker;
 } rtr_node_t;
 

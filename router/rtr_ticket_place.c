@@ -87,6 +87,8 @@ rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t)
         .sequences = t->req->params.n,
         .need_blocks = (uint32_t)TD_MIN(t->need_blocks, UINT32_MAX),
         .typical_tbt = &ts->tbt,
+        .self_tokens_max = ts->config.self_tokens_max,
+        .typical_self = &ts->self,
     };
 }
 
@@ -124,25 +126,78 @@ rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket
             .total_blocks = node->beat.total_blocks,
             .match_blocks = ts->match[i],
             .tbt = &node->tbt,
+            .self = &node->self,
         };
     }
     return rtr_place_decode(ask, ts->decodes, slots);
+}
+
+uint32_t rtr_ticket_named_self(const rtr_tickets_t *ts, const rtr_ticket_t *t)
+{
+    const char *named = rtr_ticket_pinned(t, TD_ROLE_PREFILL);
+    const char *decode = rtr_ticket_pinned(t, TD_ROLE_DECODE);
+
+    if (named[0] == '\0' || rtr_ticket_holds_for_echo(t)) {
+        return RTR_PLACE_NONE;
+    }
+    for (uint32_t i = 0; i < rtr_registry_slots(ts->config.registry); i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+        if (node->live && node->role == TD_ROLE_DECODE && strcmp(node->id, named) == 0) {
+            return decode[0] == '\0' || strcmp(decode, named) == 0 ? i : RTR_PLACE_NONE;
+        }
+    }
+    return RTR_PLACE_NONE;
+}
+
+/* Where a client has named a node, that one; not where it needs what only prefill nodes give. */
+rtr_self_choice_t rtr_ticket_choose_self(rtr_tickets_t *ts, const rtr_ticket_t *t,
+                                         const rtr_place_ask_t *ask,
+                                         const rtr_prefill_choice_t *prefill,
+                                         const rtr_decode_choice_t *decode)
+{
+    const uint32_t named = rtr_ticket_named_self(ts, t);
+
+    if (named != RTR_PLACE_NONE && ts->decodes[named].allowed) {
+        return (rtr_self_choice_t){
+            .node = named, .work = rtr_work_of(ask->prompt_tokens, 0, 0), .ttft_ns = -1};
+    }
+    if (rtr_ticket_pinned(t, TD_ROLE_PREFILL)[0] != '\0' || rtr_ticket_holds_for_echo(t) ||
+        prefill->node == RTR_PLACE_NONE || decode->node == RTR_PLACE_NONE) {
+        return (rtr_self_choice_t){.node = RTR_PLACE_NONE};
+    }
+    return rtr_place_self(ask, ts->decodes, rtr_registry_slots(ts->config.registry), prefill,
+                          decode);
+}
+
+static void hold_decode(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t decode, uint64_t now)
+{
+    rtr_node_t *d = rtr_registry_node(ts->config.registry, decode);
+
+    t->decode = (rtr_leg_t){.slot = decode, .incarnation = d->incarnation, .held = true};
+    d->sequences += t->req->params.n;
+    d->promised_blocks += t->need_blocks;
+    rtr_breaker_placed(&d->breaker, now);
 }
 
 void rtr_attempt_hold(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_prefill_choice_t *prefill,
                       uint32_t decode, uint64_t now)
 {
     rtr_node_t *p = rtr_registry_node(ts->config.registry, prefill->node);
-    rtr_node_t *d = rtr_registry_node(ts->config.registry, decode);
 
     t->work = prefill->work;
+    t->self = false;
     t->prefill = (rtr_leg_t){.slot = prefill->node, .incarnation = p->incarnation, .held = true};
     rtr_backlog_add(&p->backlog, &t->work, now);
-    t->decode = (rtr_leg_t){.slot = decode, .incarnation = d->incarnation, .held = true};
-    d->sequences += t->req->params.n;
-    d->promised_blocks += t->need_blocks;
     rtr_breaker_placed(&p->breaker, now);
-    rtr_breaker_placed(&d->breaker, now);
+    hold_decode(ts, t, decode, now);
+}
+
+void rtr_attempt_hold_self(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_self_choice_t *self,
+                           uint64_t now)
+{
+    t->work = self->work;
+    t->self = true;
+    hold_decode(ts, t, self->node, now);
 }
 
 /* For the decode node that was found: others offer other drafters, at other costs. */
@@ -162,12 +217,12 @@ void rtr_ticket_choose_draft(rtr_tickets_t *ts, rtr_ticket_t *t)
     t->draft = rtr_drafters_choose(ts->config.drafters, &ask, node->drafters, &node->beat);
 }
 
-/* Of the views up to so many that are allowed, the chosen one first. first: of the first view.
- * Answers how many; *allowed_out: of how many. */
+/* Of the views up to so many that are allowed, the chosen one first, if any. first: of the first
+ * view. Answers how many; *allowed_out: of how many. */
 static uint32_t list_allowed(const bool *first, size_t stride, uint32_t count, uint32_t chosen,
                              uint32_t nodes[RTR_TRACE_CANDIDATES_MAX], uint32_t *allowed_out)
 {
-    uint32_t listed = 1;
+    uint32_t listed = chosen != RTR_PLACE_NONE ? 1 : 0;
 
     nodes[0] = chosen;
     *allowed_out = 0;
@@ -223,6 +278,7 @@ void rtr_attempt_note_decision(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_pla
     d->prompt = t->prompt_idx;
     d->attempt = t->attempt;
     d->prompt_tokens = rtr_ticket_prompt(t)->count;
+    d->self_prefill = t->self;
     d->generated_tokens = t->given_before;
     d->policy = ask->policy;
     d->draft = t->draft;

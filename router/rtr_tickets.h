@@ -18,6 +18,7 @@
 #define RTR_RESERVE_MS 2000u
 #define RTR_QUEUE_PROBES_MAX 4u /* tickets of the queue that may ask for room at one time */
 #define RTR_HINT_BLOCKS_MAX 4096u
+#define RTR_SELF_TOKENS_MAX 4096u
 
 typedef struct rtr_tickets rtr_tickets_t;
 
@@ -33,8 +34,9 @@ typedef struct rtr_tickets_config {
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
     const uint8_t *fingerprint; /* [32] */
     uint32_t block_tokens;
-    const char *kv_codec; /* borrowed; td_kv_codec_name() */
-    rtr_policy_t policy;  /* at first */
+    const char *kv_codec;     /* borrowed; td_kv_codec_name() */
+    rtr_policy_t policy;      /* at first */
+    uint32_t self_tokens_max; /* that a decode node may compute of a prompt; 0: none does */
     uint32_t queue_max;
     uint32_t queue_ms;
     uint32_t request_timeout_ms;

@@ -52,6 +52,7 @@ struct rtr_ticket {
     bool echo_seen;    /* the prompt's log-probabilities came */
     bool decode_done;  /* END of the decode leg came, the echo did not */
     bool in_queue;
+    bool self; /* this attempt's decode node computes the prompt: there is no other leg */
     td_msg_usage_t usage;
     td_msg_drafts_t report; /* of the decode leg, once it ended */
     uint64_t tenant;
@@ -91,6 +92,7 @@ struct rtr_tickets {
     uint32_t match_best;         /* blocks */
     rtr_estimate_t prefill_time; /* of all nodes: what a new one is taken for */
     rtr_estimate_t tbt;
+    rtr_estimate_t self;
     rtr_prefill_view_t prefills[RTR_SLOTS_MAX];
     rtr_decode_view_t decodes[RTR_SLOTS_MAX];
 };
@@ -168,9 +170,19 @@ rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_tick
                                                const rtr_place_ask_t *ask, bool also_avoided);
 rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t,
                                              const rtr_place_ask_t *ask, bool also_avoided);
+/** The decode node that its client has named for the prompt; RTR_PLACE_NONE: none, or it is not
+ * live. */
+uint32_t rtr_ticket_named_self(const rtr_tickets_t *ts, const rtr_ticket_t *t);
+/** Whether the decode node shall compute the prompt; after both were chosen. */
+rtr_self_choice_t rtr_ticket_choose_self(rtr_tickets_t *ts, const rtr_ticket_t *t,
+                                         const rtr_place_ask_t *ask,
+                                         const rtr_prefill_choice_t *prefill,
+                                         const rtr_decode_choice_t *decode);
 /** Counts it on the nodes that were chosen. */
 void rtr_attempt_hold(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_prefill_choice_t *prefill,
                       uint32_t decode, uint64_t now);
+void rtr_attempt_hold_self(rtr_tickets_t *ts, rtr_ticket_t *t, const rtr_self_choice_t *self,
+                           uint64_t now);
 /** For the decode node that was found: others offer other drafters, at other costs. */
 void rtr_ticket_choose_draft(rtr_tickets_t *ts, rtr_ticket_t *t);
 /** As the views stand that the choice was made from. */

@@ -32,6 +32,7 @@ typedef struct rtr_trace_decision {
     uint32_t prompt; /* of the request's */
     uint32_t attempt;
     uint32_t prompt_tokens;
+    bool self_prefill;         /* the decode node computes the prompt: no prefill node was chosen */
     uint32_t generated_tokens; /* given by earlier attempts */
     rtr_policy_t policy;
     uint32_t prefill_nodes; /* that could have been chosen */

@@ -159,7 +159,7 @@ class Cluster:
                  prefill_args=(), decode_args=(), kvstore_args=(), args_of=None, env=None,
                  precision=None, kv_codec=None, attention=None, context_max=None, threads=None,
                  kv_memory=None, donate=None, model=None, draft_model=None, timeout_s=None,
-                 http_timeout_s=None, etcd=False):
+                 http_timeout_s=None, etcd=False, self_prefill=0):
         self.bin = os.path.abspath(bin)
         sanitized = "san-" in self.bin
         self.timeout_s = timeout_s or (240 if sanitized else 60)
@@ -185,7 +185,8 @@ class Cluster:
                 self.command += [f"--{kind}-args", " ".join(args)]
         for process_id, args in (args_of or {}).items():
             self.command += ["--args-of", process_id, " ".join(args)]
-        self.command += ["--", *router_args]
+        # Most tests are about hand-overs: decode nodes compute prompts where a test asks for it.
+        self.command += ["--", "--self-prefill-tokens", str(self_prefill), *router_args]
         self.processes = {}  # id -> entry of cluster.json
         self._model = None
 

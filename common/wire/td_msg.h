@@ -181,6 +181,7 @@ typedef struct td_msg_work { /* RESERVE and START */
     uint32_t drafter; /* td_drafter_t; 0 = none */
     uint32_t k_min;   /* drafts verified in a step, where there are so many */
     uint32_t k_max;
+    bool self_prefill;          /* RESERVE: no other leg, the decode node computes the prompt */
     uint32_t draft_rule;        /* td_draft_rule_t */
     const uint32_t *prediction; /* [prediction_tokens]: what the client expects */
     uint32_t prediction_tokens;

@@ -293,6 +293,7 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     }
     pb.generated = generated_at;
     pb.n_generated = m->generated_count;
+    pb.self_prefill = m->self_prefill;
     pb.include_stop = m->include_stop;
     pb.skip_special = m->skip_special;
     pb.peer_id = pb_text(m->peer_id);
@@ -933,6 +934,7 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
         .want_hashes = pb->want_hashes,
         .stop_count = (uint32_t)pb->n_stop,
         .stops = stops,
+        .self_prefill = pb->self_prefill,
         .include_stop = pb->include_stop,
         .skip_special = pb->skip_special,
         .peer_id = pb->peer_id,

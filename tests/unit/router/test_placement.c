@@ -377,6 +377,146 @@ static void test_admission_takes_what_has_no_limit_or_is_not_known(void **state)
     assert_int_equal(rtr_admit(&ask, &retry_s), RTR_ADMIT);
 }
 
+/* --- prompts that a decode node computes --------------------------------------------------------
+ */
+
+typedef struct self_fixture {
+    rtr_decode_view_t views[3];
+    rtr_estimate_t tbt;
+    rtr_estimate_t self[3];
+    rtr_estimate_t typical;
+    rtr_estimate_t typical_self;
+    rtr_place_ask_t ask;
+    rtr_prefill_choice_t prefill;
+    rtr_decode_choice_t decode;
+} self_fixture_t;
+
+/* Decode nodes that take 1000 ns for each token of a prompt; a prefill node that takes 100,000. */
+static self_fixture_t *fresh_self(void)
+{
+    static self_fixture_t fx;
+
+    fx = (self_fixture_t){.ask = {.prompt_tokens = 164,
+                                  .granule_tokens = BLOCK,
+                                  .draw = 1,
+                                  .sequences = 1,
+                                  .need_blocks = 12,
+                                  .self_tokens_max = 64},
+                          .prefill = {.node = 0, .ttft_ns = 100000},
+                          .decode = {.node = 0, .fits = true, .tbt_ns = 50},
+                          .tbt = {.weights = {50, 0, 0, 0}, .n = 50}};
+    fx.ask.typical = &fx.typical;
+    fx.ask.typical_self = &fx.typical_self;
+    fx.ask.typical_tbt = &fx.tbt;
+    for (uint32_t i = 0; i < 3; i++) {
+        fx.self[i] = estimate_of(1000, 0);
+        fx.views[i] = (rtr_decode_view_t){.allowed = true,
+                                          .free_blocks = 100,
+                                          .total_blocks = 100,
+                                          .tbt = &fx.tbt,
+                                          .self = &fx.self[i]};
+    }
+    return &fx;
+}
+
+static uint32_t place_self(const self_fixture_t *fx)
+{
+    return rtr_place_self(&fx->ask, fx->views, 3, &fx->prefill, &fx->decode).node;
+}
+
+static void test_place_self_wants_a_short_rest(void **state)
+{
+    self_fixture_t *fx = fresh_self();
+    (void)state;
+
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE); /* 164 tokens */
+    fx->views[1].match_blocks = 6;
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE); /* 68 of them */
+    fx->views[2].match_blocks = 8;
+    assert_int_equal(place_self(fx), 2); /* 36 */
+    assert_int_equal(rtr_place_self(&fx->ask, fx->views, 3, &fx->prefill, &fx->decode).work.tokens,
+                     36);
+    fx->views[1].match_blocks = 10;
+    assert_int_equal(place_self(fx), 1); /* 4 */
+    fx->views[1].match_blocks = 100;     /* never the last one */
+    assert_int_equal(rtr_place_self(&fx->ask, fx->views, 3, &fx->prefill, &fx->decode).work.tokens,
+                     4);
+    fx->ask.self_tokens_max = 0;
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+}
+
+static void test_place_self_counts_who_would_wait_for_it(void **state)
+{
+    self_fixture_t *fx = fresh_self();
+    (void)state;
+
+    fx->views[1].match_blocks = 8;
+    fx->views[1].running = 1; /* 36 us and as much for the other */
+    assert_int_equal(place_self(fx), 1);
+    fx->views[1].running = 3;
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+    fx->prefill.ttft_ns = 200000; /* there it would take as long */
+    assert_int_equal(place_self(fx), 1);
+    fx->views[2].match_blocks = 7; /* more to compute, but for nobody else to wait for */
+    assert_int_equal(place_self(fx), 2);
+}
+
+static void test_place_self_goes_by_what_is_known(void **state)
+{
+    self_fixture_t *fx = fresh_self();
+    (void)state;
+
+    fx->views[1].match_blocks = 8;
+    fx->prefill.ttft_ns = -1; /* nothing to compare with */
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+    fx->prefill.ttft_ns = 100000;
+    fx->self[1] = (rtr_estimate_t){0};
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+    fx->typical = estimate_of(1000, 0); /* until it was tried: as fast as prefill nodes */
+    assert_int_equal(place_self(fx), 1);
+    fx->typical_self = estimate_of(5000, 0); /* others were slower */
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+    fx->ask.draw = 64; /* now and then it is tried all the same, */
+    assert_int_equal(place_self(fx), 1);
+    fx->typical_self = estimate_of(50000, 0); /* but not where it is far slower */
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+}
+
+static void test_place_self_needs_room_and_a_node_that_is_not_crowded(void **state)
+{
+    self_fixture_t *fx = fresh_self();
+    rtr_estimate_t slow = {.weights = {80, 0, 0, 0}, .n = 50};
+    (void)state;
+
+    fx->views[1].match_blocks = 8;
+    fx->views[1].free_blocks = 11;
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+    fx->views[1].free_blocks = 12;
+    assert_int_equal(place_self(fx), 1);
+    fx->views[1].tbt = &slow;
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+    fx->views[1].tbt = &fx->tbt;
+    fx->views[1].allowed = false;
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+    fx->views[1].allowed = true;
+    fx->ask.policy = RTR_POLICY_ROUND_ROBIN;
+    assert_int_equal(place_self(fx), RTR_PLACE_NONE);
+}
+
+static void test_place_prefill_counts_what_others_have_there(void **state)
+{
+    fixture_t *fx = fresh(state);
+    const rtr_work_t others = rtr_work_of(400, 0, 0);
+
+    for (uint32_t i = 0; i < NODES; i++) {
+        fx->views[i].others = i == 2 ? NULL : &others;
+    }
+    assert_int_equal(place(fx, NODES), 2);
+    put_ahead(fx, 2, 1000);
+    assert_int_not_equal(place(fx, NODES), 2);
+    assert_int_equal((uint64_t)rtr_place_prefill(&fx->ask, fx->views, NODES).ttft_ns, 912000);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -400,6 +540,11 @@ int main(void)
         cmocka_unit_test(test_place_decode_lets_a_match_outweigh_little),
         cmocka_unit_test(test_place_decode_takes_the_least_predicted_time_between_tokens),
         cmocka_unit_test(test_decode_policies_that_look_at_nothing),
+        cmocka_unit_test(test_place_self_wants_a_short_rest),
+        cmocka_unit_test(test_place_self_counts_who_would_wait_for_it),
+        cmocka_unit_test(test_place_self_goes_by_what_is_known),
+        cmocka_unit_test(test_place_self_needs_room_and_a_node_that_is_not_crowded),
+        cmocka_unit_test(test_place_prefill_counts_what_others_have_there),
         cmocka_unit_test(test_admission_refuses_what_breaks_the_slo),
         cmocka_unit_test(test_admission_takes_what_has_no_limit_or_is_not_known),
     };
