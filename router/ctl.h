@@ -16,6 +16,8 @@ typedef enum ctl_command {
     CTL_EVICT,
     CTL_SPECULATION,
     CTL_POLICY,
+    CTL_SLO,
+    CTL_CALIBRATION,
     CTL_TRACE,
     CTL_EVENTS,
     CTL_KEYGEN,
@@ -35,6 +37,10 @@ typedef struct ctl_request {
     size_t key_count;
     bool set_explore;
     uint32_t explore_percent;
+    bool set_ttft;
+    uint32_t ttft_ms;
+    bool set_tbt;
+    uint32_t tbt_ms;
     uint64_t since;
     uint32_t lease_ms;
 } ctl_request_t;

@@ -40,6 +40,9 @@ static const char *const usage_text =
     "  pin | unpin | evict  blocks in the store, of a prompt or by keys (options below)\n"
     "  speculation          what drafts were worth; with --explore N changes the policy\n"
     "  policy [NAME]        how prompts are placed on nodes; with a name changes it\n"
+    "  slo                  latest first token, and time between tokens; --ttft, --tbt change "
+    "them\n"
+    "  calibration          how fast nodes are, as learned; --json is what tandem-sim reads\n"
     "  trace [REQUEST]      how a request (x-request-id), or the newest ones, were placed, and "
     "why\n"
     "  events               what happened lately; with --follow also what happens from now on\n"
@@ -53,6 +56,7 @@ static const char *const usage_text =
     "  --prompt TEXT, --prompt-file FILE, --salt TEXT, --key HEX (several)   what to pin\n"
     "  --soft               pin for half an hour, not for good\n"
     "  --explore PERCENT    of the requests that leave their drafter open\n"
+    "  --ttft MS, --tbt MS  objectives of requests that bring none; 0: no such limit\n"
     "  --since NUMBER       first event; default 1, all that are kept\n"
     "  --follow             waits for further events\n"
     "  --help, --version\n"
@@ -69,9 +73,9 @@ static int usage(const char *what, const char *which)
 
 static int command_of(const char *name)
 {
-    static const char *const names[CTL_COMMANDS] = {"status", "nodes", "drain",  "undrain",
-                                                    "pin",    "unpin", "evict",  "speculation",
-                                                    "policy", "trace", "events", "keygen"};
+    static const char *const names[CTL_COMMANDS] = {
+        "status",      "nodes",  "drain", "undrain",     "pin",   "unpin",  "evict",
+        "speculation", "policy", "slo",   "calibration", "trace", "events", "keygen"};
     for (int i = 0; i < CTL_COMMANDS; i++) {
         if (strcmp(name, names[i]) == 0) {
             return i;
@@ -87,6 +91,17 @@ static bool read_number(const char *text, uint64_t most, uint64_t *out)
     errno = 0;
     *out = strtoull(text, &end, 10);
     return text[0] >= '0' && text[0] <= '9' && *end == '\0' && errno == 0 && *out <= most;
+}
+
+static bool read_ms(const char *text, uint32_t *out)
+{
+    uint64_t number = 0;
+
+    if (!read_number(text, 86400000, &number)) {
+        return false;
+    }
+    *out = (uint32_t)number;
+    return true;
 }
 
 /* A file's text, which the caller frees, or NULL: said why. */
@@ -143,6 +158,8 @@ enum {
     OPT_KEY,
     OPT_SOFT,
     OPT_EXPLORE,
+    OPT_TTFT,
+    OPT_TBT,
     OPT_SINCE,
     OPT_FOLLOW,
     OPT_HELP,
@@ -192,6 +209,13 @@ static const char *take_option(options_t *o, int option, const char *value)
         }
         o->request.explore_percent = (uint32_t)number;
         return NULL;
+    case OPT_TTFT:
+        o->request.set_ttft = true;
+        return read_ms(value, &o->request.ttft_ms) ? NULL
+                                                   : "--ttft: milliseconds are expected, not ";
+    case OPT_TBT:
+        o->request.set_tbt = true;
+        return read_ms(value, &o->request.tbt_ms) ? NULL : "--tbt: milliseconds are expected, not ";
     case OPT_SINCE:
         return read_number(value, UINT64_MAX, &o->request.since) && o->request.since > 0
                    ? NULL
@@ -213,6 +237,8 @@ static const struct option long_options[] = {
     {"key", required_argument, NULL, OPT_KEY},
     {"soft", no_argument, NULL, OPT_SOFT},
     {"explore", required_argument, NULL, OPT_EXPLORE},
+    {"ttft", required_argument, NULL, OPT_TTFT},
+    {"tbt", required_argument, NULL, OPT_TBT},
     {"since", required_argument, NULL, OPT_SINCE},
     {"follow", no_argument, NULL, OPT_FOLLOW},
     {"help", no_argument, NULL, OPT_HELP},

@@ -45,6 +45,8 @@ uint8_t *ctl_encode(const ctl_request_t *r, uint64_t id, size_t *len_out)
     PB(StoreRequest) store = TANDEM__ADMIN__V1__STORE_REQUEST__INIT;
     PB(SpeculationRequest) speculation = TANDEM__ADMIN__V1__SPECULATION_REQUEST__INIT;
     PB(PolicyRequest) policy = TANDEM__ADMIN__V1__POLICY_REQUEST__INIT;
+    PB(SloRequest) slo = TANDEM__ADMIN__V1__SLO_REQUEST__INIT;
+    PB(CalibrationRequest) calibration = TANDEM__ADMIN__V1__CALIBRATION_REQUEST__INIT;
     PB(TraceRequest) trace = TANDEM__ADMIN__V1__TRACE_REQUEST__INIT;
     PB(SubscribeRequest) subscribe = TANDEM__ADMIN__V1__SUBSCRIBE_REQUEST__INIT;
     uint8_t *bytes = NULL;
@@ -76,6 +78,18 @@ uint8_t *ctl_encode(const ctl_request_t *r, uint64_t id, size_t *len_out)
         policy.policy = r->node != NULL ? lend(r->node) : policy.policy;
         pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_POLICY;
         pb.policy = &policy;
+        break;
+    case CTL_SLO:
+        slo.set_ttft = r->set_ttft;
+        slo.ttft_ms = r->ttft_ms;
+        slo.set_tbt = r->set_tbt;
+        slo.tbt_ms = r->tbt_ms;
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_SLO;
+        pb.slo = &slo;
+        break;
+    case CTL_CALIBRATION:
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_CALIBRATION;
+        pb.calibration = &calibration;
         break;
     case CTL_TRACE:
         trace.request = r->node != NULL ? lend(r->node) : trace.request;
@@ -439,6 +453,58 @@ static void show_policy(const PB(Policy) * p, bool json, FILE *out)
     }
 }
 
+static void show_slo(const PB(Slo) * s, bool json, FILE *out)
+{
+    json_t *o = json ? json_object() : NULL;
+
+    if (json) {
+        put_count(o, "ttft_ms", s->ttft_ms);
+        put_count(o, "tbt_ms", s->tbt_ms);
+        put_count(o, "refused_ttft", s->refused_ttft);
+        put_count(o, "refused_tbt", s->refused_tbt);
+        print_json(o, out);
+        return;
+    }
+    (void)fprintf(out, "first token within %u ms, tokens every %u ms (0: no such limit)\n",
+                  s->ttft_ms, s->tbt_ms);
+    (void)fprintf(out, "refused: %" PRIu64 " for the first, %" PRIu64 " for the second\n",
+                  s->refused_ttft, s->refused_tbt);
+}
+
+/* What tandem-sim --calibration reads, with --json; only what is known. */
+static void show_calibration(const PB(Calibration) * c, bool json, FILE *out)
+{
+    const struct {
+        const char *name;
+        double value;
+    } rows[] = {
+        {"prefill_prompt_ms", c->prefill_prompt_ms},
+        {"prefill_token_us", c->prefill_token_us},
+        {"prefill_pair_ns", c->prefill_pair_ns},
+        {"decode_step_ms", c->decode_step_ms},
+        {"decode_sequence_us", c->decode_sequence_us},
+        {"decode_kv_token_ns", c->decode_kv_token_ns},
+        {"decode_kv_tokens", c->decode_kv_tokens},
+        {"kv_token_bytes", c->kv_token_bytes},
+        {"layers", c->layers},
+    };
+    json_t *o = json ? json_object() : NULL;
+
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        if (json) {
+            put(o, rows[i].name, json_real(rows[i].value));
+        } else {
+            (void)fprintf(out, "%-20s %.6g\n", rows[i].name, rows[i].value);
+        }
+    }
+    if (json) {
+        print_json(o, out);
+    } else {
+        (void)fprintf(out, "of the last %.0f prompts and %.0f times between tokens\n", c->prefills,
+                      c->decodes);
+    }
+}
+
 static json_t *decision_json(const PB(Decision) * d)
 {
     json_t *o = json_object();
@@ -589,6 +655,10 @@ ctl_shown_t ctl_show(const uint8_t *bytes, size_t len, bool json, FILE *out, FIL
         show_speculation(reply->speculation, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_POLICY) {
         show_policy(reply->policy, json, out);
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_SLO) {
+        show_slo(reply->slo, json, out);
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_CALIBRATION) {
+        show_calibration(reply->calibration, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_TRACE) {
         show_trace(reply->trace, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_EVENTS) {

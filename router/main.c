@@ -23,6 +23,7 @@ typedef struct app {
     td_proc_t proc;
     rtr_metrics_t metrics;
     rtr_model_file_t model;
+    rtr_slo_live_t slo;
     td_coord_t *coord; /* NULL: without etcd */
     rtr_auth_t *auth;  /* NULL: no keys */
     rtr_gone_t *gone;
@@ -141,8 +142,7 @@ static td_status_t start(app_t *app)
         .listen = td_config_text(config, "http"),
         .connections_max = connections,
         .body_bytes_max = td_config_u64(config, "body-bytes-max"),
-        .slo = {.ttft_ms = (uint32_t)td_config_u64(config, "slo-ttft-ms"),
-                .tbt_ms = (uint32_t)td_config_u64(config, "slo-tbt-ms")},
+        .slo = &app->slo,
         .model = &app->model.model,
         .registry = app->proc.metrics,
         .metrics = &app->metrics,
@@ -152,6 +152,8 @@ static td_status_t start(app_t *app)
         TD_LOG_ERROR("option missing", "expected=\"--admin-keys FOLDER beside --admin\"");
         return TD_ERR_INVALID;
     }
+    atomic_init(&app->slo.ttft_ms, (uint32_t)td_config_u64(config, "slo-ttft-ms"));
+    atomic_init(&app->slo.tbt_ms, (uint32_t)td_config_u64(config, "slo-tbt-ms"));
     TD_TRY(start_model(app));
     TD_TRY(rtr_policy_parse(td_config_text(config, "policy"), &loop.policy));
     if (keys != NULL) {
@@ -163,6 +165,8 @@ static td_status_t start(app_t *app)
     loop.bus = app->proc.bus;
     loop.gone = app->gone;
     loop.block_bytes = app->model.block_bytes;
+    loop.layers = app->model.layers;
+    loop.slo = &app->slo;
     TD_TRY(rtr_loop_create(&loop, &app->loop));
     TD_TRY(rtr_workers_create((uint32_t)td_config_u64(config, "workers"), &app->model.model,
                               app->loop, &app->workers));

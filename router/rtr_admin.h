@@ -30,6 +30,9 @@ typedef struct rtr_admin_config {
     const rtr_trace_t *trace;
     const rtr_metrics_t *metrics;
     const rtr_model_t *model;
+    rtr_slo_live_t *slo;  /* of requests that bring none */
+    uint32_t block_bytes; /* of KV */
+    uint32_t layers;
     const char *kv_codec;
     uint32_t block_tokens;
 } rtr_admin_config_t;

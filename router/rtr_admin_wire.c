@@ -1,4 +1,5 @@
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
@@ -489,6 +490,83 @@ static void answer_policy(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t i
     (void)send_reply(a, to, &reply);
 }
 
+/* --- objectives ------------------------------------------------------------------------------- */
+
+static void answer_slo(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id,
+                       const PB(SloRequest) * r)
+{
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+    PB(Slo) pb = TANDEM__ADMIN__V1__SLO__INIT;
+    rtr_slo_live_t *slo = a->config.slo;
+    char text[64];
+
+    if (r->ttft_ms > RTR_SLO_MS_MAX || r->tbt_ms > RTR_SLO_MS_MAX) {
+        send_error(a, to, id, CODE(INVALID), "slo: 0 to 86400000 milliseconds are expected");
+        return;
+    }
+    if (r->set_ttft) {
+        atomic_store_explicit(&slo->ttft_ms, r->ttft_ms, memory_order_relaxed);
+    }
+    if (r->set_tbt) {
+        atomic_store_explicit(&slo->tbt_ms, r->tbt_ms, memory_order_relaxed);
+    }
+    pb.ttft_ms = atomic_load_explicit(&slo->ttft_ms, memory_order_relaxed);
+    pb.tbt_ms = atomic_load_explicit(&slo->tbt_ms, memory_order_relaxed);
+    if (r->set_ttft || r->set_tbt) {
+        (void)snprintf(text, sizeof(text), "slo ttft %u ms, tbt %u ms", pb.ttft_ms, pb.tbt_ms);
+        rtr_events_add(a->config.events, RTR_EVENT_POLICY, "", "", text);
+        TD_LOG_INFO("objectives set", "ttft_ms=%u tbt_ms=%u", pb.ttft_ms, pb.tbt_ms);
+    }
+    pb.refused_ttft = td_metric_get(a->config.metrics->slo_ttft);
+    pb.refused_tbt = td_metric_get(a->config.metrics->slo_tbt);
+    reply.id = id;
+    reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_SLO;
+    reply.slo = &pb;
+    (void)send_reply(a, to, &reply);
+}
+
+/* --- how fast nodes are ----------------------------------------------------------------------- */
+
+/* Blocks of KV that a live decode node has, in the mean. */
+static double decode_blocks(const rtr_admin_t *a)
+{
+    double blocks = 0;
+    uint32_t nodes = 0;
+
+    for (uint32_t i = 0; i < rtr_registry_slots(a->config.registry); i++) {
+        const rtr_node_t *n = rtr_registry_node(a->config.registry, i);
+        if (n->live && n->role == TD_ROLE_DECODE) {
+            blocks += n->block_count;
+            nodes++;
+        }
+    }
+    return nodes > 0 ? blocks / nodes : 0;
+}
+
+static void answer_calibration(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id)
+{
+    const rtr_estimate_t *prefill = rtr_tickets_prefill_time(a->config.tickets);
+    const rtr_estimate_t *tbt = rtr_tickets_tbt(a->config.tickets);
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+    PB(Calibration) pb = TANDEM__ADMIN__V1__CALIBRATION__INIT;
+
+    pb.prefill_token_us = prefill->weights[RTR_WORK_TOKENS] / 1e3;
+    pb.prefill_prompt_ms = prefill->weights[RTR_WORK_PROMPTS] / 1e6;
+    pb.prefill_pair_ns = prefill->weights[RTR_WORK_PAIRS];
+    pb.decode_step_ms = tbt->weights[RTR_TBT_STEPS] / 1e6;
+    pb.decode_sequence_us = tbt->weights[RTR_TBT_SEQUENCES] / 1e3;
+    pb.decode_kv_token_ns = tbt->weights[RTR_TBT_BLOCKS] / a->config.block_tokens;
+    pb.decode_kv_tokens = decode_blocks(a) * a->config.block_tokens;
+    pb.kv_token_bytes = (double)a->config.block_bytes / a->config.block_tokens;
+    pb.layers = a->config.layers;
+    pb.prefills = prefill->n;
+    pb.decodes = tbt->n;
+    reply.id = id;
+    reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_CALIBRATION;
+    reply.calibration = &pb;
+    (void)send_reply(a, to, &reply);
+}
+
 /* --- how requests were placed ----------------------------------------------------------------- */
 
 typedef struct decision_view {
@@ -721,6 +799,12 @@ static void answer(rtr_admin_t *a, const rtr_admin_name_t *from, const PB(Reques
         break;
     case TANDEM__ADMIN__V1__REQUEST__COMMAND_POLICY:
         answer_policy(a, from, r->id, r->policy);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_SLO:
+        answer_slo(a, from, r->id, r->slo);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_CALIBRATION:
+        answer_calibration(a, from, r->id);
         break;
     case TANDEM__ADMIN__V1__REQUEST__COMMAND_TRACE:
         answer_trace(a, from, r->id, r->trace);

@@ -384,7 +384,9 @@ static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
         rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, 1);
         return answer_or_suspend(conn);
     }
-    req->slo = conn->http->config.slo;
+    req->slo = (rtr_slo_t){
+        .ttft_ms = atomic_load_explicit(&conn->http->config.slo->ttft_ms, memory_order_relaxed),
+        .tbt_ms = atomic_load_explicit(&conn->http->config.slo->tbt_ms, memory_order_relaxed)};
     if (!take_slo(conn, "x-slo-ttft-ms", &req->slo.ttft_ms) ||
         !take_slo(conn, "x-slo-tbt-ms", &req->slo.tbt_ms)) {
         rtr_error_set(&error, 400, "invalid_slo", NULL,

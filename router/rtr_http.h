@@ -11,7 +11,7 @@ typedef struct rtr_http_config {
     const char *listen; /* host:port */
     uint32_t connections_max;
     uint64_t body_bytes_max;
-    rtr_slo_t slo; /* of requests that say nothing of it */
+    const rtr_slo_live_t *slo; /* of requests that say nothing of it */
     const rtr_model_t *model;
     const rtr_auth_t *auth; /* NULL: open to all */
     td_metrics_t *registry;

@@ -39,6 +39,9 @@ static td_status_t open_admin(rtr_loop_t *loop)
                                       .trace = loop->trace,
                                       .metrics = c->metrics,
                                       .model = c->model,
+                                      .slo = c->slo,
+                                      .block_bytes = c->block_bytes,
+                                      .layers = c->layers,
                                       .kv_codec = c->kv_codec,
                                       .block_tokens = c->block_tokens};
 

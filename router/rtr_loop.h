@@ -22,6 +22,8 @@ typedef struct rtr_loop_config {
     uint32_t block_tokens;
     const char *kv_codec; /* borrowed; td_kv_codec_name() */
     uint32_t block_bytes;
+    uint32_t layers;
+    rtr_slo_live_t *slo; /* of requests that bring none; shared with the API */
     rtr_policy_t policy;
     uint32_t self_tokens_max;
     uint32_t queue_max;

@@ -51,6 +51,7 @@ static td_status_t read_shape(const td_gguf_t *gguf, uint32_t block_tokens, td_k
         return TD_ERR_INVALID;
     }
     out->block_bytes = (uint32_t)bytes;
+    out->layers = kv.layers;
     out->model.context_max = context;
     return TD_OK;
 }

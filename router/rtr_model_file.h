@@ -12,6 +12,7 @@ typedef struct rtr_model_file {
     char name[128];
     uint8_t fingerprint[32];
     uint32_t block_bytes;
+    uint32_t layers;
 } rtr_model_file_t;
 
 /** Units: context_max in tokens, 0 = the model's own. served_name NULL: the file's, without .gguf.

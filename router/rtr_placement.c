@@ -6,7 +6,6 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 
-#define WORK_PULLED 3u /* of the quantities of work: what was pulled */
 /* Of the square of a node's load above the mean, in times of the whole prompt: next to nothing for
  * a few percent, which the queues see to, and more than any match soon after. */
 #define LOAD_WEIGHT 8.0
@@ -51,18 +50,19 @@ rtr_work_t rtr_work_of(uint32_t prompt_tokens, uint32_t cached_tokens, uint32_t 
 
 static void work_features(const rtr_work_t *work, double *out)
 {
-    out[0] = (double)work->tokens; /* first: the one that a single observation tells of */
-    out[1] = (double)work->prompts;
-    out[2] = (double)work->pairs;
-    out[WORK_PULLED] = (double)work->pulled;
+    out[RTR_WORK_TOKENS] =
+        (double)work->tokens; /* first: the one that a single observation tells of */
+    out[RTR_WORK_PROMPTS] = (double)work->prompts;
+    out[RTR_WORK_PAIRS] = (double)work->pairs;
+    out[RTR_WORK_PULLED] = (double)work->pulled;
 }
 
 /* Before a pull was seen it is taken to cost half of computing: little enough to be tried where a
  * queue is long, and not so little that prompts leave the node that has them. */
 static void assume_pulling(rtr_estimate_t *e)
 {
-    if (e->xx[WORK_PULLED][WORK_PULLED] <= 0 && e->weights[WORK_PULLED] <= 0) {
-        e->weights[WORK_PULLED] = PULL_GUESS * e->weights[0];
+    if (e->xx[RTR_WORK_PULLED][RTR_WORK_PULLED] <= 0 && e->weights[RTR_WORK_PULLED] <= 0) {
+        e->weights[RTR_WORK_PULLED] = PULL_GUESS * e->weights[0];
     }
 }
 
@@ -230,10 +230,10 @@ static plan_t plan_of(const rtr_place_ask_t *ask, const common_t *c, const rtr_p
         return plan;
     }
     with_pull = rtr_estimate_ns(known, c->pulled);
-    if (with_pull + known->weights[WORK_PULLED] * (c->pool - plan.own) < plan.ns) {
+    if (with_pull + known->weights[RTR_WORK_PULLED] * (c->pool - plan.own) < plan.ns) {
         plan.kept_ns = known->weights[0] * (c->pool - plan.own);
         plan.pulled = c->pool - plan.own;
-        plan.ns = with_pull + known->weights[WORK_PULLED] * plan.pulled;
+        plan.ns = with_pull + known->weights[RTR_WORK_PULLED] * plan.pulled;
     }
     return plan;
 }
@@ -381,9 +381,9 @@ void rtr_explain_prefill(const rtr_place_ask_t *ask, const rtr_prefill_view_t *v
 
 static void tbt_features(uint32_t sequences, uint64_t blocks, double *out)
 {
-    out[0] = 1; /* a step: first, since a single observation tells of it */
-    out[1] = (double)sequences;
-    out[2] = (double)blocks;
+    out[RTR_TBT_STEPS] = 1; /* a step: first, since a single observation tells of it */
+    out[RTR_TBT_SEQUENCES] = (double)sequences;
+    out[RTR_TBT_BLOCKS] = (double)blocks;
     out[3] = 0;
 }
 

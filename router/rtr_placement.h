@@ -6,6 +6,7 @@
  * Threads: any (plain values). */
 #pragma once
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -41,6 +42,11 @@ typedef struct rtr_work {
     uint64_t pairs;
     uint64_t pulled; /* tokens */
 } rtr_work_t;
+
+/** The quantities that prefill time is regressed over, by their index in rtr_estimate_t. */
+enum { RTR_WORK_TOKENS = 0, RTR_WORK_PROMPTS, RTR_WORK_PAIRS, RTR_WORK_PULLED };
+/** And the time between tokens. */
+enum { RTR_TBT_STEPS = 0, RTR_TBT_SEQUENCES, RTR_TBT_BLOCKS };
 
 /** Units: cached_tokens, of the prompt and not computed, the pulled ones among them. */
 rtr_work_t rtr_work_of(uint32_t prompt_tokens, uint32_t cached_tokens, uint32_t pulled_tokens);
@@ -184,6 +190,13 @@ typedef struct rtr_slo {
     uint32_t ttft_ms;
     uint32_t tbt_ms;
 } rtr_slo_t;
+
+/** The objectives of requests that bring none: an operator may change them while others read.
+ * Relaxed: each is a number by itself. */
+typedef struct rtr_slo_live {
+    atomic_uint ttft_ms;
+    atomic_uint tbt_ms;
+} rtr_slo_live_t;
 
 typedef enum rtr_admission {
     RTR_ADMIT = 0,

@@ -43,6 +43,16 @@ rtr_policy_t rtr_tickets_policy(const rtr_tickets_t *ts)
     return ts->config.policy;
 }
 
+const rtr_estimate_t *rtr_tickets_prefill_time(const rtr_tickets_t *ts)
+{
+    return &ts->prefill_time;
+}
+
+const rtr_estimate_t *rtr_tickets_tbt(const rtr_tickets_t *ts)
+{
+    return &ts->tbt;
+}
+
 uint32_t rtr_tickets_running(const rtr_tickets_t *ts)
 {
     return ts->running;

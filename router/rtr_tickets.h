@@ -64,5 +64,8 @@ void rtr_tickets_root(const rtr_tickets_t *ts, const void *salt, size_t salt_len
 /** How prompts are placed from now on. */
 void rtr_tickets_set_policy(rtr_tickets_t *ts, rtr_policy_t policy);
 rtr_policy_t rtr_tickets_policy(const rtr_tickets_t *ts);
+/** What prompts and tokens take, of all nodes together. */
+const rtr_estimate_t *rtr_tickets_prefill_time(const rtr_tickets_t *ts);
+const rtr_estimate_t *rtr_tickets_tbt(const rtr_tickets_t *ts);
 uint32_t rtr_tickets_running(const rtr_tickets_t *ts); /* requests */
 uint32_t rtr_tickets_queued(const rtr_tickets_t *ts);

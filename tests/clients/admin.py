@@ -105,6 +105,17 @@ class Admin:
     def policy(self, name=""):
         return self.ask(policy=self.pb.PolicyRequest(policy=name))
 
+    def slo(self, ttft_ms=None, tbt_ms=None):
+        request = self.pb.SloRequest()
+        if ttft_ms is not None:
+            request.set_ttft, request.ttft_ms = True, ttft_ms
+        if tbt_ms is not None:
+            request.set_tbt, request.tbt_ms = True, tbt_ms
+        return self.ask(slo=request)
+
+    def calibration(self):
+        return self.ask(calibration=self.pb.CalibrationRequest())
+
     def trace(self, request="", most=0):
         return self.ask(trace=self.pb.TraceRequest(request=request, most=most)).decisions
 

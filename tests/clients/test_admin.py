@@ -16,8 +16,9 @@ client_venv.enter(__file__)
 import zmq  # noqa: E402
 
 from admin import Admin, Refused, keys_of  # noqa: E402
-from cluster import Cluster, main, shared, test, wait_until  # noqa: E402
+from cluster import ROOT, Cluster, main, shared, test, wait_until  # noqa: E402
 
+TRACE = os.path.join(ROOT, "tests/data/conversation_trace_head.jsonl")
 PROMPT = "The lighthouse keeper wrote a letter about the storm of that winter. " * 6
 
 
@@ -147,6 +148,37 @@ def test_the_policy_of_placement_is_set(options):
     assert "* least_loaded" in ctl(c, "policy", "least_loaded")
     assert json.loads(ctl(c, "--json", "policy", "kv_aware"))["policy"] == "kv_aware"
     assert "kv_aware|local_aware" in ctl(c, "policy", "nearest", code=1)
+    admin.close()
+
+
+@test
+def test_objectives_are_set_and_calibration_is_told(options):
+    c = cluster(options)
+    admin = Admin(keys_of(c))
+    assert (admin.slo().ttft_ms, admin.slo().tbt_ms) == (0, 0)
+    for i in range(3):
+        assert c.complete(f"Once upon {i} times", max_tokens=40, ignore_eos=True).status == 200
+    assert admin.slo(ttft_ms=1).ttft_ms == 1 and admin.slo().tbt_ms == 0
+    refused = c.complete("a word " * 400, max_tokens=2, check=False)
+    assert refused.status == 429 and refused.json["error"]["code"] == "slo_ttft"
+    assert admin.slo().refused_ttft == 1
+    assert c.complete("Hi", max_tokens=2, headers={"x-slo-ttft-ms": "0"}).status == 200
+    assert json.loads(ctl(c, "slo", "--ttft", "0", "--tbt", "5000", "--json")) == {
+        "ttft_ms": 0, "tbt_ms": 5000, "refused_ttft": 1, "refused_tbt": 0}
+    assert "5000 ms" in ctl(c, "slo")
+    assert refusal(lambda: admin.slo(ttft_ms=1 << 31)) == admin.pb.INVALID
+    admin.slo(tbt_ms=0)
+    told = admin.calibration()
+    assert told.prefills > 0 and told.decodes > 0 and told.prefill_token_us > 0
+    assert told.layers == 30 and told.kv_token_bytes == 23040 and told.decode_kv_tokens > 1000
+    path = os.path.join(c.run_dir, "calibration.json")
+    with open(path, "w", encoding="ascii") as file:
+        file.write(ctl(c, "calibration", "--json"))
+    simulated = subprocess.run(
+        [os.path.join(c.bin, "tandem-sim"), "--trace", TRACE, "--requests", "20", "--calibration",
+         path, "--prefill", "1", "--decode", "1", "--json"], capture_output=True, text=True,
+        check=True)
+    assert json.loads(simulated.stdout)["ttft_mean_s"] > 0
     admin.close()
 
 
@@ -329,8 +361,8 @@ def test_completion_and_manual_page_know_all_that_help_does(options):
     c = cluster(options)
     help_text = ctl(c, "--help")
     own = [name for name in re.findall(r"--[a-z-]+", help_text) if "admin" not in name]
-    names = own + ["status", "nodes", "drain", "undrain", "pin", "unpin", "evict", "speculation", "policy", "trace",
-                   "events", "keygen"]
+    names = own + ["status", "nodes", "drain", "undrain", "pin", "unpin", "evict", "speculation", "policy", "slo",
+                   "calibration", "trace", "events", "keygen"]
     deploy = os.path.join(client_venv.ROOT, "deploy")
     with open(os.path.join(deploy, "tandemctl.1"), encoding="utf-8") as file:
         page = file.read().replace("\\-", "-")
