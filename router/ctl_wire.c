@@ -477,20 +477,24 @@ static void show_calibration(const PB(Calibration) * c, bool json, FILE *out)
     const struct {
         const char *name;
         double value;
+        bool known;
     } rows[] = {
-        {"prefill_prompt_ms", c->prefill_prompt_ms},
-        {"prefill_token_us", c->prefill_token_us},
-        {"prefill_pair_ns", c->prefill_pair_ns},
-        {"decode_step_ms", c->decode_step_ms},
-        {"decode_sequence_us", c->decode_sequence_us},
-        {"decode_kv_token_ns", c->decode_kv_token_ns},
-        {"decode_kv_tokens", c->decode_kv_tokens},
-        {"kv_token_bytes", c->kv_token_bytes},
-        {"layers", c->layers},
+        {"prefill_prompt_ms", c->prefill_prompt_ms, c->prefills > 0},
+        {"prefill_token_us", c->prefill_token_us, c->prefills > 0},
+        {"prefill_pair_ns", c->prefill_pair_ns, c->prefills > 0},
+        {"decode_step_ms", c->decode_step_ms, c->decodes > 0},
+        {"decode_sequence_us", c->decode_sequence_us, c->decodes > 0},
+        {"decode_kv_token_ns", c->decode_kv_token_ns, c->decodes > 0},
+        {"decode_kv_tokens", c->decode_kv_tokens, c->decode_kv_tokens > 0},
+        {"kv_token_bytes", c->kv_token_bytes, true},
+        {"layers", c->layers, true},
     };
     json_t *o = json ? json_object() : NULL;
 
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        if (!rows[i].known) {
+            continue;
+        }
         if (json) {
             put(o, rows[i].name, json_real(rows[i].value));
         } else {
