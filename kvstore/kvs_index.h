@@ -91,9 +91,9 @@ typedef struct kvs_index {
     uint32_t *free_replicas; /* owned; stack */
     uint32_t free_entry_count;
     uint32_t free_replica_count;
-    uint32_t readable;   /* keys with a replica that is ready */
-    uint32_t cooling;    /* next entry to look at */
-    td_key_index_t keys; /* owned */
+    uint32_t readable;      /* keys with a replica that is ready */
+    uint32_t cooling;       /* next entry to look at */
+    td_key_index_t keys;    /* owned */
     td_kv_events_t *events; /* borrowed, or NULL: told which keys can be read */
     kvs_share_t shares[KVS_SEGMENTS_MAX];
 } kvs_index_t;

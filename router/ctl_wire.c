@@ -324,8 +324,8 @@ static json_t *node_json(const PB(Node) * n)
 
 static void show_nodes(const PB(Nodes) * nodes, bool json, FILE *out)
 {
-    static const char *const names[] = {"node",     "role",     "state", "silent ms", "free",
-                                        "blocks",   "prefills", "ahead", "sequences", "promised",
+    static const char *const names[] = {"node",     "role",     "state",    "silent ms", "free",
+                                        "blocks",   "prefills", "ahead",    "sequences", "promised",
                                         "tokens/s", "index",    "endpoint", NULL};
     json_t *object = json ? json_object() : NULL;
     json_t *array = json ? json_array() : NULL;

@@ -8,7 +8,8 @@
 #define NONE INDEX_NONE
 #define MARK_CONFIRMED 3u /* below: expected, in the epoch of that rest of 3 */
 #define LANES_MAX (1u << 14)
-#define SETS_SHARE 32u /* of the entries have more holders than fit into one; few are so popular */
+#define SETS_SHARE 32u /* of the entries have more holders than fit into one; few are so popular   \
+                        */
 #define SETS_MIN 64u
 #define SETS_BYTES_MAX (256u << 20)
 #define MAP_CONFIRMED 0u
@@ -105,8 +106,8 @@ size_t rtr_index_bytes(const rtr_index_t *x)
     const size_t set = MAPS * x->words * sizeof(*x->bits) + sizeof(*x->set_epochs);
 
     return sizeof(*x) + x->entries_max * sizeof(*x->entries) + td_key_index_bytes(&x->keys) +
-           x->sets_max * set + x->lanes_max * sizeof(*x->lanes) +
-           3 * x->words * sizeof(*x->shown) + x->slots_max * sizeof(*x->streams);
+           x->sets_max * set + x->lanes_max * sizeof(*x->lanes) + 3 * x->words * sizeof(*x->shown) +
+           x->slots_max * sizeof(*x->streams);
 }
 
 uint32_t rtr_index_blocks(const rtr_index_t *x)

@@ -1,8 +1,8 @@
-/* rtr_index.h - which node, and the store, holds which blocks: block key to a set of slots, kept exact
- * by the events that nodes send (KvEvents), with what was placed and is not computed yet beside it.
- * Hints only (I7): a wrong one costs time, never a result. Bounded; the least recently used entry goes
- * first. Design: section 2, I7; router/DESIGN.md, "The index of blocks".
- * Threads: loop. */
+/* rtr_index.h - which node, and the store, holds which blocks: block key to a set of slots, kept
+ * exact by the events that nodes send (KvEvents), with what was placed and is not computed yet
+ * beside it. Hints only (I7): a wrong one costs time, never a result. Bounded; the least recently
+ * used entry goes first. Design: section 2, I7; router/DESIGN.md, "The index of blocks". Threads:
+ * loop. */
 #pragma once
 
 #include <stdbool.h>
@@ -16,11 +16,13 @@
 #define RTR_INDEX_BLOCKS_MAX (1u << 24)
 #define RTR_INDEX_BLOCKS_DEFAULT (1u << 20) /* of a router */
 #define RTR_INDEX_SLOTS_MAX 12288u
-#define RTR_INDEX_EXPECT_MS 30000u /* what was placed and no event confirms is over after once to
-                                    * twice this */
-#define RTR_INDEX_SILENT_MS 5000u  /* without a word of events: whoever sends any does so each second */
-#define RTR_INDEX_ASK_MS 500u      /* between two requests for events that are missing */
-#define RTR_INDEX_RESYNC_MS 5000u  /* between two snapshots that nothing but doubt asks for */
+#define RTR_INDEX_EXPECT_MS                                                                        \
+    30000u /* what was placed and no event confirms is over after once to                          \
+            * twice this */
+#define RTR_INDEX_SILENT_MS                                                                        \
+    5000u                     /* without a word of events: whoever sends any does so each second */
+#define RTR_INDEX_ASK_MS 500u /* between two requests for events that are missing */
+#define RTR_INDEX_RESYNC_MS 5000u   /* between two snapshots that nothing but doubt asks for */
 #define RTR_INDEX_SNAPSHOT_MS 2000u /* without progress: it is asked for again */
 
 typedef enum rtr_index_state {
@@ -61,20 +63,24 @@ void rtr_index_destroy(rtr_index_t *index); /* NULL is allowed */
 uint32_t rtr_index_match(rtr_index_t *index, const td_block_key_t *keys, uint32_t count,
                          uint32_t *blocks_out);
 /** These blocks (a chain: the first is the prompt's first) will be computed there. Ends by itself
- * (RTR_INDEX_EXPECT_MS), unless the slot is in fallback; an event that says otherwise ends it too. */
-void rtr_index_expect(rtr_index_t *index, const td_block_key_t *keys, uint32_t count, uint32_t slot);
+ * (RTR_INDEX_EXPECT_MS), unless the slot is in fallback; an event that says otherwise ends it too.
+ */
+void rtr_index_expect(rtr_index_t *index, const td_block_key_t *keys, uint32_t count,
+                      uint32_t slot);
 /** Blocks that are there; chains as above. What rtr_index_apply() does by events. */
-void rtr_index_stored(rtr_index_t *index, const td_block_key_t *keys, uint32_t count, uint32_t slot);
+void rtr_index_stored(rtr_index_t *index, const td_block_key_t *keys, uint32_t count,
+                      uint32_t slot);
 void rtr_index_removed(rtr_index_t *index, const td_block_key_t *key, uint32_t slot);
-/** Forgets all of a slot and its stream: its node has ended, or began a new life. O(1); what it held
- * is taken out of the entries later (rtr_index_tick()), and never found again. */
+/** Forgets all of a slot and its stream: its node has ended, or began a new life. O(1); what it
+ * held is taken out of the entries later (rtr_index_tick()), and never found again. */
 void rtr_index_purge(rtr_index_t *index, uint32_t slot);
 
 /** The same, of a slot that has told anything: it is no longer listened to. */
 void rtr_index_purge_heard(rtr_index_t *index, uint32_t slot);
 
-/** Takes a message of the life that the slot stands for (others the caller refuses: late events of a
- * dead incarnation). True: the node is to be asked for events from *from_out on, 0: for a snapshot. */
+/** Takes a message of the life that the slot stands for (others the caller refuses: late events of
+ * a dead incarnation). True: the node is to be asked for events from *from_out on, 0: for a
+ * snapshot. */
 bool rtr_index_apply(rtr_index_t *index, uint32_t slot, const td_msg_kv_events_t *events,
                      uint64_t now_ns, uint64_t *from_out);
 /** Call now and then: is the node to be asked, since what was asked for has not come? */

@@ -1,5 +1,5 @@
-/* rtr_index_internal.h - what rtr_index.c (entries and who holds them) and rtr_index_stream.c (events
- * of a slot, gaps, snapshots) share. Threads: loop. */
+/* rtr_index_internal.h - what rtr_index.c (entries and who holds them) and rtr_index_stream.c
+ * (events of a slot, gaps, snapshots) share. Threads: loop. */
 #pragma once
 
 #include "common/base/td_lru.h"
@@ -30,18 +30,18 @@ typedef struct lane {
 
 /** A slot's stream of events, of its node's present life. */
 typedef struct stream {
-    uint32_t lane;        /* shown */
-    uint32_t filled;      /* of the snapshot under way: the same one, another, or INDEX_NONE */
-    uint64_t next;        /* number of the event to come; 0: nothing was told yet */
-    uint64_t snapshot;    /* the newest one that began */
-    uint32_t parts;       /* of it, taken */
-    uint64_t known;       /* there are events up to before this one: those from next on are missing */
-    bool wants_all;       /* a snapshot is needed */
-    bool doubted;         /* because the last one was not enough: not at once */
-    uint64_t ended_ns;    /* the last one; 0: none */
-    bool asked;           /* lately */
-    uint64_t asked_ns;    /* when last */
-    uint64_t heard_ns;    /* last word of it; 0: none */
+    uint32_t lane;     /* shown */
+    uint32_t filled;   /* of the snapshot under way: the same one, another, or INDEX_NONE */
+    uint64_t next;     /* number of the event to come; 0: nothing was told yet */
+    uint64_t snapshot; /* the newest one that began */
+    uint32_t parts;    /* of it, taken */
+    uint64_t known;    /* there are events up to before this one: those from next on are missing */
+    bool wants_all;    /* a snapshot is needed */
+    bool doubted;      /* because the last one was not enough: not at once */
+    uint64_t ended_ns; /* the last one; 0: none */
+    bool asked;        /* lately */
+    uint64_t asked_ns; /* when last */
+    uint64_t heard_ns; /* last word of it; 0: none */
     uint64_t progress_ns; /* of the snapshot: its last part */
     uint32_t told_blocks; /* that the node holds, as it last said */
     uint64_t gaps;

@@ -1,12 +1,12 @@
-/* rtr_index_link.h - between the index of blocks and the nodes: takes their events, asks for those that
- * are missing, shows how exact it is. Threads: loop. */
+/* rtr_index_link.h - between the index of blocks and the nodes: takes their events, asks for those
+ * that are missing, shows how exact it is. Threads: loop. */
 #pragma once
 
 #include "router/rtr_index.h"
 #include "router/rtr_registry.h"
 
 typedef struct rtr_index_link {
-    rtr_index_t *index;       /* borrowed, as all */
+    rtr_index_t *index; /* borrowed, as all */
     rtr_registry_t *registry;
     td_bus_t *bus;
     rtr_metrics_t *metrics;

@@ -1,5 +1,5 @@
-/* A slot's stream: numbered events, gaps, snapshots. Nothing of it is ever waited for: what is known
- * counts as a hint until it is exact again. */
+/* A slot's stream: numbered events, gaps, snapshots. Nothing of it is ever waited for: what is
+ * known counts as a hint until it is exact again. */
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"

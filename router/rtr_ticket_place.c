@@ -70,8 +70,8 @@ bool rtr_ticket_may_use(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t 
             now - node->seen_ns < STALE_MS * TD_NS_PER_MS);
 }
 
-/* What a node could pull: what the store says it has. While that is not known, what anybody has: the
- * nodes put it there. */
+/* What a node could pull: what the store says it has. While that is not known, what anybody has:
+ * the nodes put it there. */
 static uint32_t match_of_store(rtr_tickets_t *ts, uint32_t best)
 {
     const rtr_node_t *master = rtr_registry_store_master(ts->config.registry);

@@ -63,8 +63,8 @@ static inline bool td_block_key_equal(const td_block_key_t *a, const td_block_ke
     return __builtin_memcmp(a->bytes, b->bytes, TD_BLOCK_KEY_BYTES) == 0;
 }
 
-/** The first 8 bytes, little endian. Keys are outputs of a keyed hash: it stands for the key where a
- * chance of 2^-64 does no harm. */
+/** The first 8 bytes, little endian. Keys are outputs of a keyed hash: it stands for the key where
+ * a chance of 2^-64 does no harm. */
 static inline uint64_t td_block_key_word(const td_block_key_t *key)
 {
     uint64_t word = 0;

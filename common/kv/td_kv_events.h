@@ -42,8 +42,8 @@ void td_kv_events_cleared(td_kv_events_t *events);
 uint64_t td_kv_events_oldest(const td_kv_events_t *events);
 /** Events from a kept number on, or none at `next`, up to max and up to one that cleared all: that
  * is given alone, and *cleared_out is true.
- * Shape: keys_out [max]; runs_out [max + 1], *run_count_out of them: keys that came, that went, that
- *        came... Answers how many events. */
+ * Shape: keys_out [max]; runs_out [max + 1], *run_count_out of them: keys that came, that went,
+ * that came... Answers how many events. */
 uint32_t td_kv_events_read(const td_kv_events_t *events, uint64_t from, uint32_t max,
                            td_block_key_t *keys_out, uint32_t *runs_out, uint32_t *run_count_out,
                            bool *cleared_out);

@@ -231,8 +231,7 @@ static bool step(td_kv_feed_t *f, subscriber_t *s)
 /* Another life, of the router's or ours, knows nothing of what was told. */
 static void look_at_lives(td_kv_feed_t *f, subscriber_t *s, bool ours_is_new)
 {
-    const uint64_t incarnation =
-        s->id[0] == '\0' ? 0 : f->to.life(f->to.ctx, s->id);
+    const uint64_t incarnation = s->id[0] == '\0' ? 0 : f->to.life(f->to.ctx, s->id);
 
     if (incarnation != s->incarnation || ours_is_new) {
         s->incarnation = incarnation;

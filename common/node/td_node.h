@@ -95,7 +95,7 @@ typedef struct td_node {
     uint32_t stop_count;
     td_metric_t *kv_states[5];
     td_metric_t *checksum_failures;
-    td_metric_t *indexed; /* blocks that can be found by their keys */
+    td_metric_t *indexed;                             /* blocks that can be found by their keys */
     uint64_t forgotten_ticket[TD_NODE_FORGOTTEN_MAX]; /* ring */
     uint32_t forgotten_attempt[TD_NODE_FORGOTTEN_MAX];
     uint32_t forgotten_next;

@@ -1,5 +1,5 @@
-/* The index of blocks against streams of events: by hand, and at random against a plain model, over a
- * network that loses, doubles and reorders. Time is the test's own. */
+/* The index of blocks against streams of events: by hand, and at random against a plain model, over
+ * a network that loses, doubles and reorders. Time is the test's own. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -223,8 +223,12 @@ static void test_i7_lost_part_begins_again(void **state)
     assert_int_equal(h->from, 0);
     assert_int_equal(state_of(h, 0), RTR_INDEX_DEGRADED);
     assert_false(snapshot(h, 0, 3, 9, 2));
-    m = (td_msg_kv_events_t){ /* of the one before, late */
-        .kind = TD_MSG_KV_PART, .first = 9, .snapshot = 2, .keys = h->keys, .count = 8};
+    m = (td_msg_kv_events_t){/* of the one before, late */
+                             .kind = TD_MSG_KV_PART,
+                             .first = 9,
+                             .snapshot = 2,
+                             .keys = h->keys,
+                             .count = 8};
     assert_false(rtr_index_apply(h->index, 0, &m, h->now_ns, &h->from));
     assert_int_equal(match(h, 0), 2);
     assert_int_equal(state_of(h, 0), RTR_INDEX_EXACT);
@@ -543,8 +547,7 @@ static void deliver(world_t *w, uint32_t at, bool keep)
     td_msg_arena_free(arena);
     if (!keep) {
         td_str_fini(&letter.bytes);
-        memmove(&w->letters[at], &w->letters[at + 1],
-                (w->letter_count - at - 1) * sizeof(letter));
+        memmove(&w->letters[at], &w->letters[at + 1], (w->letter_count - at - 1) * sizeof(letter));
         w->letter_count--;
     }
 }
