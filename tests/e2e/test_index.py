@@ -1,0 +1,133 @@
+"""The router's index of blocks is what the nodes and the store have (I7): after requests, after
+evictions, after a node's or the router's restart; nothing of a life that is over stays in it (F10)."""
+import json
+import os
+import signal
+import subprocess
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from cluster import Cluster, main, run_together, test, wait_until
+
+STORY = "The archivist of the lake counted every boat that came home before the ice. "
+OF_NODE = {"prefill": "tandem_prefill_kv_indexed_blocks",
+           "decode": "tandem_decode_kv_indexed_blocks", "kvstore": "tandem_kvstore_keys"}
+
+
+class Indexed(Cluster):
+    def ctl(self, command):
+        keys = os.path.join(self.run_dir, "admin")
+        done = subprocess.run([os.path.join(self.bin, "tandemctl"), "--keys", keys, "--json", command],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False, timeout=30)
+        assert done.returncode == 0, done.stderr.decode()
+        return json.loads(done.stdout)
+
+    def nodes(self):
+        return {node["id"]: node for node in self.ctl("nodes")["nodes"]}
+
+    def counts(self):
+        return self.ctl("status")["index"]
+
+    def says(self, node):
+        """Blocks that can be found there, as it counts them itself."""
+        return self.metrics(node)[OF_NODE[node.split("-")[0]]]
+
+    def differs(self):
+        """What the router knows of each process and what that says, where it is not the same."""
+        nodes = self.nodes()
+        found = {name: (nodes[name]["index"], nodes[name]["index_blocks"], self.says(name))
+                 for name in self.ids() if name.split("-")[0] in OF_NODE and self.alive(name)}
+        return {name: what for name, what in found.items()
+                if what[0] != "exact" or what[1] != what[2]}
+
+    def wait_equal(self):
+        """Equal in number, and by the digests of keys that each word of events carries."""
+        wait_until(lambda: not self.differs(), 15, "the index equals its nodes")
+        assert self.counts()["mismatches"] == 0, self.counts()
+
+    def blocks(self, node):
+        return self.nodes()[node]["index_blocks"]
+
+
+def cluster(options, **more):
+    return Indexed(options.bin, **{"prefill": 1, "decode": 1, "kvstore": 1, "kv_memory": "24M", **more})
+
+
+@test
+def test_i7_index_equals_its_nodes_after_requests_and_evictions(options):
+    with cluster(options) as c:
+        c.wait_equal()
+        assert c.blocks("prefill-1") == 0
+        c.complete(STORY * 8, max_tokens=20)
+        wait_until(lambda: c.blocks("prefill-1") > 0 and c.blocks("kvstore-1") > 0, 10,
+                   "events of the first request")
+        c.wait_equal()
+        total = c.nodes()["prefill-1"]["total_blocks"]
+        prompts = [(f"{i}. {STORY * 12}",) for i in range(12)]
+        run_together(prompts, lambda prompt: c.complete(prompt, max_tokens=4))
+        events = c.counts()["events"]
+        assert events > total, (events, total)  # more came than there is room for: some went
+        c.wait_equal()
+        assert 0 < c.blocks("prefill-1") <= total
+        assert c.counts()["gaps"] == 0, c.counts()
+
+
+@test
+def test_f10_a_restart_in_place_leaves_nothing_of_the_old_life(options):
+    with cluster(options, kv_memory="64M") as c:
+        c.complete(STORY * 8, max_tokens=20)
+        wait_until(lambda: c.blocks("prefill-1") > 0, 10, "events")
+        c.wait_equal()
+        before = c.nodes()["prefill-1"]
+        c.restart("prefill-1")
+        wait_until(lambda: c.nodes()["prefill-1"]["incarnation"] != before["incarnation"] and
+                   c.nodes()["prefill-1"]["state"] == "live", 15, "the new life")
+        c.wait_equal()
+        assert c.blocks("prefill-1") == 0
+        c.complete(STORY * 8, max_tokens=20)
+        wait_until(lambda: c.blocks("prefill-1") == before["index_blocks"], 10, "the same again")
+        c.wait_equal()
+
+
+@test
+def test_i7_a_dead_node_is_forgotten(options):
+    with cluster(options, kv_memory="64M", prefill=2) as c:
+        c.complete(STORY * 8, max_tokens=2)
+        wait_until(lambda: c.blocks("prefill-1") + c.blocks("prefill-2") > 0, 10, "events")
+        holder = "prefill-1" if c.blocks("prefill-1") > 0 else "prefill-2"
+        c.end(holder)
+        wait_until(lambda: c.nodes()[holder]["state"] == "dead", 10, "its death is known")
+        assert c.nodes()[holder]["index_blocks"] == 0
+        c.wait_equal()
+
+
+@test
+def test_i7_a_new_router_learns_all_there_is(options):
+    with cluster(options, kv_memory="64M") as c:
+        c.complete(STORY * 8, max_tokens=20)
+        wait_until(lambda: c.blocks("prefill-1") > 0 and c.blocks("kvstore-1") > 0, 10, "events")
+        c.wait_equal()
+        before = {name: node["index_blocks"] for name, node in c.nodes().items()}
+        c.restart("router")
+        wait_until(lambda: len(c.nodes()) == 3, 20, "the nodes are back")
+        c.wait_equal()
+        assert {name: node["index_blocks"] for name, node in c.nodes().items()} == before
+
+
+@test
+def test_f10_a_node_declared_dead_comes_back_with_what_it_has(options):
+    """A new life in the same process: the old one's blocks are told anew, or they are not known."""
+    with cluster(options, kv_memory="64M") as c:
+        c.complete(STORY * 8, max_tokens=20)
+        c.wait_equal()
+        c.kill("prefill-1", signal.SIGSTOP)
+        wait_until(lambda: c.nodes()["prefill-1"]["state"] == "dead", 10, "declared dead")
+        assert c.nodes()["prefill-1"]["index_blocks"] == 0
+        c.kill("prefill-1", signal.SIGCONT)
+        wait_until(lambda: c.nodes()["prefill-1"]["state"] == "live", 10, "alive again")
+        c.wait_equal()
+        assert c.blocks("prefill-1") > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__))
