@@ -8,8 +8,9 @@
 #define NONE INDEX_NONE
 #define MARK_CONFIRMED 3u /* below: expected, in the epoch of that rest of 3 */
 #define LANES_MAX (1u << 14)
-#define SETS_SHARE 32u /* of the entries have more holders than fit into one; few are so popular   \
-                        */
+#define SETS_SHARE                                                                                 \
+    32u /* of the entries have more holders than fit into one; few are so popular                  \
+         */
 #define SETS_MIN 64u
 #define SETS_BYTES_MAX (256u << 20)
 #define MAP_CONFIRMED 0u

@@ -1,17 +1,20 @@
-/* tandem-bench router - the router's index of blocks alone: events of many nodes into it, prompts
- * matched against it. */
+/* tandem-bench router - the router's index of blocks and its placement alone: events of many nodes,
+ * prompts matched and placed. */
 #include <stdio.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "router/rtr_index.h"
+#include "router/rtr_placement.h"
 #include "tests/bench/bench.h"
 #include "tests/bench/bench_options.h"
+#include "tests/bench/bench_samples.h"
 
 #define ROUTER_PROMPT_BLOCKS 128u
 #define ROUTER_SHARED_BLOCKS 8u /* the first ones of all prompts, which every node has */
 #define ROUTER_MATCHES 4096u
+#define ROUTER_BLOCK_TOKENS 16u
 #define ROUTER_COPIES 2u /* nodes that have a prompt: of one role and of the other */
 
 typedef struct router_options {
@@ -27,6 +30,9 @@ typedef struct router_bench {
     td_block_key_t *keys; /* owned [prompts][ROUTER_PROMPT_BLOCKS]; the first ones are all alike */
     uint64_t *next;       /* owned [nodes]: number of its next event */
     uint32_t *matches;    /* owned [nodes] */
+    rtr_backlog_t *backlogs;     /* owned [nodes] */
+    rtr_prefill_view_t *prefill; /* owned [nodes]: half of them are allowed */
+    rtr_decode_view_t *decode;   /* owned [nodes]: the others are */
     uint32_t prompts;
     json_t *figures;
 } router_bench_t;
@@ -38,7 +44,9 @@ static void print_help(void)
                "Fills the router's index with prompts of 128 blocks, each on two nodes and with 8\n"
                "blocks that all nodes have, then measures: applying events while every prompt\n"
                "goes and comes back (each message decoded from its bytes, as the router gets it),\n"
-               "matching a prompt with all nodes, and the index's memory. Best of the repeats.\n"
+               "matching a prompt with all nodes, and the index's memory; and placing prompts on\n"
+               "one half of the nodes for prefill and on the other for decode, the match and the\n"
+               "views of all nodes included. Best of the repeats.\n"
                "\n"
                "Options:\n"
                "  --nodes N     default 1000\n"
@@ -176,22 +184,88 @@ static bool match(router_bench_t *b, uint32_t round, double *us)
     return true;
 }
 
+/* As the router does it: each node's view is filled anew for each prompt. */
+static bool place_one(router_bench_t *b, uint32_t prompt, uint64_t turn)
+{
+    static const rtr_estimate_t estimate = {.weights = {2e5, 1e6, 1, 1e5}, .n = 100};
+    static const rtr_estimate_t tbt = {.weights = {1e7, 1e5, 10, 0}, .n = 100};
+    const uint64_t now_ns = td_now_ns();
+    const uint32_t best = rtr_index_match(b->index, b->keys + (size_t)prompt * ROUTER_PROMPT_BLOCKS,
+                                          ROUTER_PROMPT_BLOCKS, b->matches);
+    const rtr_place_ask_t ask = {.policy = RTR_POLICY_KV_AWARE,
+                                 .now_ns = now_ns,
+                                 .turn = turn,
+                                 .draw = turn * 2654435761u,
+                                 .prompt_tokens = (ROUTER_PROMPT_BLOCKS + 1) * ROUTER_BLOCK_TOKENS,
+                                 .granule_tokens = ROUTER_BLOCK_TOKENS,
+                                 .pool_tokens = best * ROUTER_BLOCK_TOKENS,
+                                 .keep_local = RTR_KEEP_LOCAL_DEFAULT,
+                                 .typical = &estimate,
+                                 .sequences = 1,
+                                 .need_blocks = ROUTER_PROMPT_BLOCKS + 64,
+                                 .typical_tbt = &tbt};
+    rtr_prefill_choice_t choice;
+
+    for (uint32_t i = 0; i < b->options.nodes; i++) {
+        b->prefill[i] = (rtr_prefill_view_t){.allowed = i % 2 == 0,
+                                             .match_tokens = b->matches[i] * ROUTER_BLOCK_TOKENS,
+                                             .lately = rtr_backlog_lately(&b->backlogs[i], now_ns),
+                                             .backlog = &b->backlogs[i],
+                                             .estimate = &estimate};
+        b->decode[i] = (rtr_decode_view_t){.allowed = i % 2 == 1,
+                                           .running = i % 13,
+                                           .promised = i % 13 * 200,
+                                           .free_blocks = 60000 - i % 13 * 200,
+                                           .total_blocks = 60000,
+                                           .match_blocks = b->matches[i],
+                                           .tbt = &tbt};
+    }
+    choice = rtr_place_prefill(&ask, b->prefill, b->options.nodes);
+    if (choice.node == RTR_PLACE_NONE ||
+        rtr_place_decode(&ask, b->decode, b->options.nodes).node == RTR_PLACE_NONE) {
+        return false;
+    }
+    rtr_backlog_add(&b->backlogs[choice.node], &choice.work, now_ns);
+    return true;
+}
+
+static bool place(router_bench_t *b, double *us_p50, double *us_p99)
+{
+    bench_samples_t samples = {0};
+    bool ok = true;
+
+    memset(b->backlogs, 0, b->options.nodes * sizeof(*b->backlogs));
+    for (uint32_t m = 0; ok && m < ROUTER_MATCHES; m++) {
+        const uint64_t begin_ns = td_now_ns();
+        ok = place_one(b, (uint32_t)((uint64_t)m * 2654435761u % b->prompts), m);
+        bench_samples_add_ns(&samples, td_now_ns() - begin_ns);
+    }
+    *us_p50 = TD_MIN(*us_p50, bench_samples_percentile(&samples, 50) * 1e3);
+    *us_p99 = TD_MIN(*us_p99, bench_samples_percentile(&samples, 99) * 1e3);
+    bench_samples_fini(&samples);
+    return ok;
+}
+
 static bool measure(router_bench_t *b)
 {
     double blocks_s = 0;
     double us = 1e9;
+    double us_p50 = 1e9;
+    double us_p99 = 1e9;
 
     for (uint32_t r = 0; r < b->options.repeat; r++) {
         rtr_index_destroy(b->index);
         b->index = NULL;
-        if (rtr_index_create(b->options.blocks, b->options.nodes, &b->index) != TD_OK ||
-            !fill(b) || !churn(b, &blocks_s) || !match(b, r, &us)) {
+        if (rtr_index_create(b->options.blocks, b->options.nodes, &b->index) != TD_OK || !fill(b) ||
+            !churn(b, &blocks_s) || !match(b, r, &us) || !place(b, &us_p50, &us_p99)) {
             return false;
         }
     }
+    add_figure(b, "match_us", us);
+    add_figure(b, "place_us_p50", us_p50);
+    add_figure(b, "place_us_p99", us_p99);
     add_figure(b, "event_blocks_s", blocks_s);
     add_figure(b, "index_mb", (double)rtr_index_bytes(b->index) / 1e6);
-    add_figure(b, "match_us", us);
     return true;
 }
 
@@ -228,9 +302,13 @@ int bench_router(int argc, char **argv)
     b.keys = td_calloc((size_t)b.prompts * ROUTER_PROMPT_BLOCKS, sizeof(*b.keys));
     b.next = td_calloc(b.options.nodes, sizeof(*b.next));
     b.matches = td_calloc(b.options.nodes, sizeof(*b.matches));
+    b.backlogs = td_calloc(b.options.nodes, sizeof(*b.backlogs));
+    b.prefill = td_calloc(b.options.nodes, sizeof(*b.prefill));
+    b.decode = td_calloc(b.options.nodes, sizeof(*b.decode));
     b.figures = json_object();
     rc = BENCH_EXIT_FAILED;
-    if (b.keys != NULL && b.next != NULL && b.matches != NULL && b.figures != NULL) {
+    if (b.keys != NULL && b.next != NULL && b.matches != NULL && b.backlogs != NULL &&
+        b.prefill != NULL && b.decode != NULL && b.figures != NULL) {
         make_keys(&b);
         if (measure(&b)) {
             bench_print_figures(b.figures, b.options.json);
@@ -242,5 +320,8 @@ int bench_router(int argc, char **argv)
     td_free(b.keys);
     td_free(b.next);
     td_free(b.matches);
+    td_free(b.backlogs);
+    td_free(b.prefill);
+    td_free(b.decode);
     return rc;
 }
