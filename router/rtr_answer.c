@@ -35,7 +35,7 @@ static void handle_reserved(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *
     rtr_drafters_count(ts->config.drafters, &t->draft);
     if (t->self) {
         td_metric_add(ts->config.metrics->self_prefills, 1);
-        rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
+        rtr_index_expect(ts->config.index, t->keys, t->key_count, t->decode.slot);
         return;
     }
     if (rtr_attempt_send(ts, t, TD_MSG_START, &t->prefill, &t->decode, m->have_blocks) != TD_OK) {

@@ -35,8 +35,9 @@ class Indexed(Cluster):
     def differs(self):
         """What the router knows of each process and what that says, where it is not the same."""
         nodes = self.nodes()
-        found = {name: (nodes[name]["index"], nodes[name]["index_blocks"], self.says(name))
-                 for name in self.ids() if name.split("-")[0] in OF_NODE and self.alive(name)}
+        found = {name: (node["index"], node["index_blocks"], self.says(name))
+                 for name, node in nodes.items()
+                 if self.alive(name) and (node["role"] != "kvstore" or node["store_master"])}
         return {name: what for name, what in found.items()
                 if what[0] != "exact" or what[1] != what[2]}
 
@@ -127,6 +128,32 @@ def test_f10_a_node_declared_dead_comes_back_with_what_it_has(options):
         wait_until(lambda: c.nodes()["prefill-1"]["state"] == "live", 10, "alive again")
         c.wait_equal()
         assert c.blocks("prefill-1") > 0
+
+
+@test
+def test_i7_another_master_of_the_store_tells_what_it_knows(options):
+    with cluster(options, kv_memory="64M", kvstore=2, etcd=True,
+                 kvstore_args=["--capacity", "64M", "--replicas", "2",
+                               "--leader-lease-ms", "2000"]) as c:
+        def master():
+            found = [name for name, node in c.nodes().items()
+                     if node["store_master"] and node["state"] == "live"]
+            return found[0] if found else None
+
+        wait_until(master, 20, "a master")
+        first = master()
+        salts = (f"s{i}" for i in range(1000))
+        wait_until(lambda: c.complete(STORY * 8, max_tokens=2, cache_salt=next(salts)) and
+                   c.blocks(first) > 0, 20, "the store is used")
+        c.wait_at_rest()
+        c.wait_equal()
+        standby = "kvstore-2" if first == "kvstore-1" else "kvstore-1"
+        assert c.blocks(standby) == 0  # only the master speaks for the store
+        c.end(first)
+        wait_until(lambda: master() == standby, 20, "the other leads")
+        assert c.nodes()[first]["index_blocks"] == 0
+        wait_until(lambda: c.blocks(standby) > 0, 20, "what its segments told it")
+        c.wait_equal()
 
 
 if __name__ == "__main__":
