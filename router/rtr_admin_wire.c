@@ -232,7 +232,9 @@ static void fill_node(const rtr_node_t *n, bool is_master, const rtr_index_slot_
     pb->drained = n->drained;
     pb->shunned = rtr_breaker_is_open(&n->breaker, td_now_ns());
     pb->store_master = is_master;
-    pb->index = lend(n->live ? rtr_index_state_name(index->state) : "");
+    if (n->live && (n->role != TD_ROLE_KVSTORE || is_master)) {
+        pb->index = lend(rtr_index_state_name(index->state));
+    }
     pb->index_blocks = index->blocks;
     pb->index_digest = index->digest;
     pb->index_gaps = index->gaps;

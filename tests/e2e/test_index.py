@@ -131,6 +131,18 @@ def test_f10_a_node_declared_dead_comes_back_with_what_it_has(options):
 
 
 @test
+def test_i7_each_of_several_routers_knows_all_nodes(options):
+    with cluster(options, kv_memory="64M", routers=2) as c:
+        c.complete(STORY * 8, max_tokens=20)  # by the first one
+        for router in ("router", "router-2"):
+            wait_until(lambda to=router: c.metrics(to)["tandem_router_index_events_total"] > 0 and
+                       c.metrics(to)['tandem_router_index_nodes{state="exact"}'] == 3, 15,
+                       f"{router} knows them all")
+            assert c.metrics(router)["tandem_router_index_mismatches_total"] == 0
+        c.wait_equal()
+
+
+@test
 def test_i7_another_master_of_the_store_tells_what_it_knows(options):
     with cluster(options, kv_memory="64M", kvstore=2, etcd=True,
                  kvstore_args=["--capacity", "64M", "--replicas", "2",
@@ -148,10 +160,11 @@ def test_i7_another_master_of_the_store_tells_what_it_knows(options):
         c.wait_at_rest()
         c.wait_equal()
         standby = "kvstore-2" if first == "kvstore-1" else "kvstore-1"
-        assert c.blocks(standby) == 0  # only the master speaks for the store
+        spare = c.nodes()[standby]  # only the master speaks for the store
+        assert spare["index"] == "" and spare["index_blocks"] == 0
         c.end(first)
         wait_until(lambda: master() == standby, 20, "the other leads")
-        assert c.nodes()[first]["index_blocks"] == 0
+        wait_until(lambda: c.blocks(first) == 0, 5, "what the first one told is forgotten")
         wait_until(lambda: c.blocks(standby) > 0, 20, "what its segments told it")
         c.wait_equal()
 
