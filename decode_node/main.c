@@ -99,7 +99,7 @@ static void handle(dcn_node_t *d, const td_msg_t *msg, td_msg_arena_t **arena)
         }
         return;
     }
-    if (kvs_client_handle(d->store, msg)) {
+    if (kvs_client_handle(d->store, msg) || td_kv_feed_handle(d->node.feed, msg)) {
         return;
     }
     if (msg->type == TD_MSG_RESERVE && from_router) {
@@ -158,7 +158,8 @@ static void run(dcn_node_t *d)
         td_node_fetch_t *job = NULL;
         td_msg_heartbeat_t load;
 
-        td_bus_wait(n->proc.bus, fds, TD_ARRAY_LEN(fds), TD_NODE_TICK_MS, readable);
+        td_bus_wait(n->proc.bus, fds, TD_ARRAY_LEN(fds),
+                    td_kv_feed_wait_ms(n->feed, TD_NODE_TICK_MS), readable);
         if (td_node_ends(n, readable[0], d->ticket_count, kvs_client_pinned(d->store))) {
             return;
         }
@@ -203,6 +204,7 @@ static td_status_t start(dcn_node_t *d)
         .metric_prefix = "tandem_decode",
         .kv_metric = "tandem_decode_kv_blocks",
         .checksum_metric = "tandem_decode_checksum_failures_total",
+        .indexed_metric = "tandem_decode_kv_indexed_blocks",
         .kv_bytes = td_config_u64(c, "kv-memory"),
         .open_more = open_drafters,
         .events = {.ctx = d, .peer_down = on_peer_down, .fenced = on_fenced, .share = on_share}};

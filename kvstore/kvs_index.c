@@ -7,6 +7,7 @@
 #include "common/base/td_log.h"
 
 #define EVICT_LOOKS 4096u /* at entries of a list, for one eviction: leased ones cost time too */
+#define WALK_LOOKS 65536u /* at entries, of one call */
 #define COOL_SHARE 4u     /* a further replica goes when lookups are below 1/4 of what it needed */
 
 kvs_policy_t kvs_policy_default(void)
@@ -310,8 +311,10 @@ void kvs_index_stored(kvs_index_t *x, kvs_replica_t *r, kvs_list_t *order_list, 
     TD_ASSERT(r->state == KVS_STORING);
     list_unlink(x, order_list, r);
     e->storing--;
-    x->readable += e->ready == 0;
-    e->ready++;
+    if (e->ready++ == 0) {
+        x->readable++;
+        td_kv_events_stored(x->events, &e->key);
+    }
     r->state = KVS_READY;
     r->order = KVS_NONE;
     r->block = block;
@@ -328,8 +331,10 @@ bool kvs_index_drop(kvs_index_t *x, kvs_replica_t *r, kvs_list_t *order_list)
     TD_ASSERT(r->state == KVS_READY || (r->state == KVS_STORING && order_list != NULL));
     if (r->state == KVS_READY) {
         list_unlink(x, list_of(x, r), r);
-        e->ready--;
-        x->readable -= e->ready == 0;
+        if (--e->ready == 0) {
+            x->readable--;
+            td_kv_events_removed(x->events, &e->key);
+        }
     } else {
         list_unlink(x, order_list, r);
         e->storing--;
@@ -482,4 +487,22 @@ uint32_t kvs_index_cool(kvs_index_t *x, uint32_t looks, uint64_t now_ns, td_bloc
         return i;
     }
     return KVS_NONE;
+}
+
+uint32_t kvs_index_walk(const void *index, uint32_t *cursor, uint32_t max, td_block_key_t *out)
+{
+    const kvs_index_t *x = index;
+    const uint32_t end = (uint32_t)TD_MIN((uint64_t)*cursor + WALK_LOOKS, x->keys_max);
+    uint32_t count = 0;
+
+    while (*cursor < end && count < max) {
+        const kvs_entry_t *e = &x->entries[(*cursor)++];
+        if (e->first != KVS_NONE && e->ready > 0) {
+            out[count++] = e->key;
+        }
+    }
+    if (*cursor >= x->keys_max) {
+        *cursor = UINT32_MAX;
+    }
+    return count;
 }

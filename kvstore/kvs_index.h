@@ -9,6 +9,7 @@
 
 #include "common/base/td_status.h"
 #include "common/kv/td_key_index.h"
+#include "common/kv/td_kv_events.h"
 
 #define KVS_NONE UINT32_MAX
 #define KVS_SEGMENTS_MAX 256u
@@ -90,9 +91,10 @@ typedef struct kvs_index {
     uint32_t *free_replicas; /* owned; stack */
     uint32_t free_entry_count;
     uint32_t free_replica_count;
-    uint32_t readable;   /* keys with a replica that is ready */
-    uint32_t cooling;    /* next entry to look at */
-    td_key_index_t keys; /* owned */
+    uint32_t readable;      /* keys with a replica that is ready */
+    uint32_t cooling;       /* next entry to look at */
+    td_key_index_t keys;    /* owned */
+    td_kv_events_t *events; /* borrowed, or NULL: told which keys can be read */
     kvs_share_t shares[KVS_SEGMENTS_MAX];
 } kvs_index_t;
 
@@ -160,3 +162,6 @@ uint32_t kvs_index_evict(kvs_index_t *index, uint32_t segment, uint32_t want, ui
  * any more; answers its segment and key, or KVS_NONE once `looks` were in vain. */
 uint32_t kvs_index_cool(kvs_index_t *index, uint32_t looks, uint64_t now_ns,
                         td_block_key_t *key_out);
+
+/** Keys that can be read, some of them: as td_kv_walk_t (td_kv_events.h), of the index. */
+uint32_t kvs_index_walk(const void *index, uint32_t *cursor, uint32_t max, td_block_key_t *out);

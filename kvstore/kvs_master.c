@@ -59,6 +59,15 @@ static void make_metrics(kvs_master_t *m, td_metrics_t *metrics)
                                   "segments that have not told all they hold");
 }
 
+static td_status_t open_feed(kvs_master_t *m, td_bus_t *bus)
+{
+    const td_kv_feed_out_t to = td_kv_feed_over_bus(bus);
+
+    TD_TRY(td_kv_events_create(TD_KV_EVENTS_RING, &m->events));
+    m->index->events = m->events;
+    return td_kv_feed_create(&to, m->events, kvs_index_walk, m->index, &m->feed);
+}
+
 td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t keys_max,
                               const kvs_policy_t *policy, const td_coord_t *coord,
                               kvs_master_t **out)
@@ -78,6 +87,9 @@ td_status_t kvs_master_create(td_bus_t *bus, td_metrics_t *metrics, uint32_t key
     }
     if (status == TD_OK) {
         status = kvs_memo_create(policy->memo_bytes, policy->memo_age_ms * TD_NS_PER_MS, &m->memo);
+    }
+    if (status == TD_OK) {
+        status = open_feed(m, bus);
     }
     if (status != TD_OK) {
         kvs_master_destroy(m);
@@ -104,7 +116,9 @@ void kvs_master_destroy(kvs_master_t *m)
     kvs_cold_destroy(m->cold);
     kvs_removed_destroy(m->removed);
     kvs_memo_destroy(m->memo);
+    td_kv_feed_destroy(m->feed);
     kvs_index_destroy(m->index);
+    td_kv_events_destroy(m->events);
     td_free(m);
 }
 
@@ -398,12 +412,16 @@ static void segment_down(kvs_master_t *m, uint32_t segment)
 void kvs_master_lead(kvs_master_t *m, uint64_t term)
 {
     m->term = term;
+    m->index->events = NULL; /* routers are told of it in one word */
     for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
         if (m->segments[i].id[0] != '\0') {
             segment_forget(m, i);
             begin_mounting(m, &m->segments[i]);
         }
     }
+    m->index->events = m->events;
+    TD_ASSERT(m->index->readable == 0);
+    td_kv_events_cleared(m->events);
 }
 
 void kvs_master_follow(kvs_master_t *m)
@@ -872,6 +890,8 @@ bool kvs_master_handle(kvs_master_t *m, const td_msg_t *msg)
 {
     note_gap(m, msg);
     switch (msg->type) {
+    case TD_MSG_KV_REPLAY:
+        return td_kv_feed_handle(m->feed, msg);
     case TD_MSG_PUT_START:
         handle_put_start(m, msg);
         return true;
@@ -956,4 +976,11 @@ void kvs_master_tick(kvs_master_t *m)
     }
     td_metric_set(m->telling, kvs_master_leads(m) ? count_telling(m) : 0);
     kvs_master_count_keys(m);
+}
+
+void kvs_master_tell(kvs_master_t *m, const td_member_t *member)
+{
+    if (m->term != 0) { /* what a standby still knows is nobody's to be told */
+        td_kv_feed_tick(m->feed, member, td_now_ns());
+    }
 }

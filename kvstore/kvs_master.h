@@ -10,6 +10,7 @@
 #include "common/base/td_status.h"
 #include "common/coord/td_coord.h"
 #include "common/wire/td_bus.h"
+#include "common/wire/td_member.h"
 #include "kvstore/kvs_index.h"
 
 #define KVS_ORDERS_MAX 4096u           /* under way, copies included */
@@ -43,5 +44,7 @@ void kvs_master_peer_down(kvs_master_t *master, const char *id, uint64_t incarna
 bool kvs_master_handle(kvs_master_t *master, const td_msg_t *msg);
 /** Call at least every 100 ms, and after kvs_master_wait_ms(). */
 void kvs_master_tick(kvs_master_t *master);
-/** How long the loop may sleep: most_ms, or less while a lookup waits. */
+/** Tells the member's routers which keys can be read; call after each tick. */
+void kvs_master_tell(kvs_master_t *master, const td_member_t *member);
+/** How long the loop may sleep: most_ms, or less while a lookup or events for routers wait. */
 uint32_t kvs_master_wait_ms(const kvs_master_t *master, uint32_t most_ms);

@@ -5,6 +5,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "common/node/td_kv_feed.h"
 #include "kvstore/kvs_cold.h"
 #include "kvstore/kvs_master.h"
 #include "kvstore/kvs_memo.h"
@@ -65,6 +66,8 @@ struct kvs_master {
     kvs_memo_t *memo;       /* owned */
     held_t held[KVS_HELD_MAX];
     kvs_index_t *index;                            /* owned */
+    td_kv_events_t *events;                        /* owned: of the index */
+    td_kv_feed_t *feed;                            /* owned: tells routers, while we lead */
     kvs_segment_info_t segments[KVS_SEGMENTS_MAX]; /* by their number in the index */
     kvs_order_t orders[KVS_ORDERS_MAX];
     uint32_t free_orders[KVS_ORDERS_MAX]; /* stack */

@@ -283,7 +283,7 @@ uint32_t kvs_master_wait_ms(const kvs_master_t *m, uint32_t most_ms)
             wait_ms = TD_MIN(wait_ms, td_remaining_ns(m->held[i].deadline_ns) / TD_NS_PER_MS + 1);
         }
     }
-    return (uint32_t)wait_ms;
+    return m->term == 0 ? (uint32_t)wait_ms : td_kv_feed_wait_ms(m->feed, (uint32_t)wait_ms);
 }
 
 void kvs_master_handle_lookup(kvs_master_t *m, const td_msg_t *msg)

@@ -328,6 +328,7 @@ static void run(app_t *app)
         if (app->coord != NULL) {
             follow_coord(app);
             kvs_master_tick(app->master);
+            kvs_master_tell(app->master, app->member);
         }
         td_routers_tick(app->routers, app->member);
         td_member_tick(app->member, &load);

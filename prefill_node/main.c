@@ -89,7 +89,8 @@ static void handle(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **arena)
 {
     const bool from_router = td_member_is_router(p->node.member, msg->sender_id);
 
-    if (td_member_handle(p->node.member, msg) || kvs_client_handle(p->store, msg)) {
+    if (td_member_handle(p->node.member, msg) || kvs_client_handle(p->store, msg) ||
+        td_kv_feed_handle(p->node.feed, msg)) {
         return;
     }
     if (msg->type == TD_MSG_START && from_router) {
@@ -143,7 +144,8 @@ static void run(pfn_node_t *p)
         td_node_fetch_t *job = NULL;
         td_msg_heartbeat_t load;
 
-        td_bus_wait(n->proc.bus, fds, TD_ARRAY_LEN(fds), TD_NODE_TICK_MS, readable);
+        td_bus_wait(n->proc.bus, fds, TD_ARRAY_LEN(fds),
+                    td_kv_feed_wait_ms(n->feed, TD_NODE_TICK_MS), readable);
         if (td_node_ends(n, readable[0], p->request_count, kvs_client_pinned(p->store))) {
             return;
         }
@@ -173,6 +175,7 @@ static td_status_t start(pfn_node_t *p)
         .metric_prefix = "tandem_prefill",
         .kv_metric = "tandem_prefill_kv_blocks",
         .checksum_metric = "tandem_prefill_checksum_failures_total",
+        .indexed_metric = "tandem_prefill_kv_indexed_blocks",
         .rows_max = (uint32_t)td_config_u64(c, "chunk-tokens"),
         .kv_bytes = td_config_u64(c, "kv-memory"),
         .events = {.ctx = p, .peer_down = on_peer_down, .fenced = on_fenced, .share = on_share}};

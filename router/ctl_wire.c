@@ -218,11 +218,20 @@ static void print_json(json_t *object, FILE *out)
 
 /* --- answers ---------------------------------------------------------------------------------- */
 
+static void put_counts(json_t *object, const char *name, PB(Count) * *counts, size_t count)
+{
+    json_t *list = json_object();
+
+    for (size_t i = 0; i < count; i++) {
+        put_count(list, counts[i]->name, counts[i]->count);
+    }
+    put(object, name, list);
+}
+
 static void show_status(const PB(Status) * s, bool json, FILE *out)
 {
     static const char *const names[] = {"what", "", NULL};
     json_t *object = json ? json_object() : NULL;
-    json_t *requests = json ? json_object() : NULL;
     table_t t = {0};
 
     if (json) {
@@ -235,13 +244,12 @@ static void show_status(const PB(Status) * s, bool json, FILE *out)
         put_count(object, "uptime_ms", s->uptime_ms);
         put_count(object, "requests_running", s->requests_running);
         put_count(object, "prompts_queued", s->prompts_queued);
-        for (size_t i = 0; i < s->n_requests; i++) {
-            put_count(requests, s->requests[i]->name, s->requests[i]->count);
-        }
-        put(object, "requests", requests);
+        put_counts(object, "requests", s->requests, s->n_requests);
         put_count(object, "retries", s->retries);
         put_count(object, "failovers", s->failovers);
         put_count(object, "hint_blocks", s->hint_blocks);
+        put_counts(object, "index_nodes", s->index_nodes, s->n_index_nodes);
+        put_counts(object, "index", s->index, s->n_index);
         put_count(object, "prompt_tokens", s->prompt_tokens);
         put_count(object, "cached_tokens", s->cached_tokens);
         put_count(object, "completion_tokens", s->completion_tokens);
@@ -271,6 +279,16 @@ static void show_status(const PB(Status) * s, bool json, FILE *out)
     cell(&t, "%" PRIu64 ", %" PRIu64, s->retries, s->failovers);
     cell(&t, "blocks known of");
     cell(&t, "%" PRIu64, s->hint_blocks);
+    for (size_t i = 0; i < s->n_index_nodes; i++) {
+        cell(&t, "nodes known %s", s->index_nodes[i]->name);
+        cell(&t, "%" PRIu64, s->index_nodes[i]->count);
+    }
+    for (size_t i = 0; i < s->n_index; i++) {
+        if (s->index[i]->count > 0) {
+            cell(&t, "index %s", s->index[i]->name);
+            cell(&t, "%" PRIu64, s->index[i]->count);
+        }
+    }
     cell(&t, "prompt tokens");
     cell(&t, "%" PRIu64 " (%" PRIu64 " cached)", s->prompt_tokens, s->cached_tokens);
     cell(&t, "completion tokens");
@@ -307,6 +325,10 @@ static json_t *node_json(const PB(Node) * n)
     put_count(o, "promised_blocks", n->promised_blocks);
     put_count(o, "tokens_per_s", n->tokens_per_s);
     put(o, "store_master", json_boolean(n->store_master));
+    put_text(o, "index", n->index);
+    put_count(o, "index_blocks", n->index_blocks);
+    put_hex(o, "index_digest", n->index_digest);
+    put_count(o, "index_gaps", n->index_gaps);
     for (size_t i = 0; i < n->n_drafters; i++) {
         (void)json_array_append_new(drafters, json_string_nocheck(n->drafters[i]));
     }
@@ -316,9 +338,9 @@ static json_t *node_json(const PB(Node) * n)
 
 static void show_nodes(const PB(Nodes) * nodes, bool json, FILE *out)
 {
-    static const char *const names[] = {"node",     "role",     "state", "silent ms", "free",
-                                        "blocks",   "prefills", "ahead", "sequences", "promised",
-                                        "tokens/s", "endpoint", NULL};
+    static const char *const names[] = {"node",     "role",     "state",    "silent ms", "free",
+                                        "blocks",   "prefills", "ahead",    "sequences", "promised",
+                                        "tokens/s", "index",    "endpoint", NULL};
     json_t *object = json ? json_object() : NULL;
     json_t *array = json ? json_array() : NULL;
     table_t t = {0};
@@ -342,6 +364,7 @@ static void show_nodes(const PB(Nodes) * nodes, bool json, FILE *out)
         cell(&t, "%u", n->sequences);
         cell(&t, "%" PRIu64, n->promised_blocks);
         cell(&t, "%" PRIu64, n->tokens_per_s);
+        cell(&t, "%s %u", n->index, n->index_blocks);
         cell(&t, "%s", n->endpoint);
     }
     if (json) {

@@ -25,7 +25,7 @@ typedef struct rtr_admin_config {
     rtr_registry_t *registry;
     rtr_tickets_t *tickets;
     rtr_drafters_t *drafters;
-    rtr_hints_t *hints;
+    rtr_index_t *index;
     rtr_events_t *events;
     const rtr_trace_t *trace;
     const rtr_metrics_t *metrics;

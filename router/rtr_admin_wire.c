@@ -126,12 +126,51 @@ static void send_done(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id)
 
 /* --- status and nodes ------------------------------------------------------------------------- */
 
+typedef struct count_list {
+    PB(Count) counts[8];
+    PB(Count) * list[8];
+    uint32_t count;
+} count_list_t;
+
+static void count_add(count_list_t *l, const char *name, uint64_t count)
+{
+    TD_ASSERT(l->count < TD_ARRAY_LEN(l->counts));
+    tandem__admin__v1__count__init(&l->counts[l->count]);
+    l->counts[l->count].name = lend(name);
+    l->counts[l->count].count = count;
+    l->list[l->count] = &l->counts[l->count];
+    l->count++;
+}
+
+static void fill_index(const rtr_admin_config_t *c, count_list_t *nodes, count_list_t *counts,
+                       PB(Status) * s)
+{
+    const rtr_index_counts_t *of = rtr_index_counts(c->index);
+
+    for (uint32_t i = RTR_INDEX_STATES; i > 0; i--) {
+        count_add(nodes, rtr_index_state_name((rtr_index_state_t)(i - 1)),
+                  td_metric_get(c->metrics->index_nodes[i - 1]));
+    }
+    count_add(counts, "events", of->events);
+    count_add(counts, "gaps", of->gaps);
+    count_add(counts, "replays", of->replays);
+    count_add(counts, "snapshots", of->snapshots);
+    count_add(counts, "mismatches", of->mismatches);
+    count_add(counts, "dropped", of->dropped);
+    s->n_index_nodes = nodes->count;
+    s->index_nodes = nodes->list;
+    s->n_index = counts->count;
+    s->index = counts->list;
+}
+
 static void answer_status(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id)
 {
     const rtr_admin_config_t *c = &a->config;
     PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
     PB(Status) s = TANDEM__ADMIN__V1__STATUS__INIT;
     PB(Count) counts[RTR_OUTCOME_COUNT];
+    count_list_t nodes = {.count = 0};
+    count_list_t index = {.count = 0};
     PB(Count) * list[RTR_OUTCOME_COUNT];
 
     for (uint32_t i = 0; i < RTR_OUTCOME_COUNT; i++) {
@@ -153,7 +192,8 @@ static void answer_status(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t i
     s.requests = list;
     s.retries = td_metric_get(c->metrics->retries);
     s.failovers = td_metric_get(c->metrics->failovers);
-    s.hint_blocks = rtr_hints_count(c->hints);
+    s.hint_blocks = rtr_index_blocks(c->index);
+    fill_index(c, &nodes, &index, &s);
     s.prompt_tokens = td_metric_get(c->metrics->prompt_tokens);
     s.cached_tokens = td_metric_get(c->metrics->cached_tokens);
     s.completion_tokens = td_metric_get(c->metrics->completion_tokens);
@@ -168,7 +208,8 @@ typedef struct node_view {
     char *drafters[TD_DRAFTER_KINDS];
 } node_view_t;
 
-static void fill_node(const rtr_node_t *n, bool is_master, node_view_t *out)
+static void fill_node(const rtr_node_t *n, bool is_master, const rtr_index_slot_t *index,
+                      node_view_t *out)
 {
     PB(Node) *pb = &out->pb;
 
@@ -192,6 +233,12 @@ static void fill_node(const rtr_node_t *n, bool is_master, node_view_t *out)
     pb->drained = n->drained;
     pb->shunned = rtr_breaker_is_open(&n->breaker, td_now_ns());
     pb->store_master = is_master;
+    if (n->live && (n->role != TD_ROLE_KVSTORE || is_master)) {
+        pb->index = lend(rtr_index_state_name(index->state));
+    }
+    pb->index_blocks = index->blocks;
+    pb->index_digest = index->digest;
+    pb->index_gaps = index->gaps;
     pb->drafters = out->drafters;
     for (uint32_t i = 0; i < TD_DRAFTER_KINDS; i++) {
         if ((n->drafters & 1u << i) != 0) {
@@ -212,8 +259,10 @@ static void answer_nodes(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id
 
     for (uint32_t i = 0; views != NULL && list != NULL && i < slots; i++) {
         const rtr_node_t *n = rtr_registry_node(reg, i);
+        rtr_index_slot_t index;
         if (n->known) {
-            fill_node(n, n == master, &views[nodes.n_nodes]);
+            rtr_index_look(a->config.index, i, td_now_ns(), &index);
+            fill_node(n, n == master, &index, &views[nodes.n_nodes]);
             list[nodes.n_nodes] = &views[nodes.n_nodes].pb;
             nodes.n_nodes++;
         }

@@ -35,7 +35,7 @@ static void handle_reserved(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *
     rtr_drafters_count(ts->config.drafters, &t->draft);
     if (t->self) {
         td_metric_add(ts->config.metrics->self_prefills, 1);
-        rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
+        rtr_index_expect(ts->config.index, t->keys, t->key_count, t->decode.slot);
         return;
     }
     if (rtr_attempt_send(ts, t, TD_MSG_START, &t->prefill, &t->decode, m->have_blocks) != TD_OK) {
@@ -43,8 +43,7 @@ static void handle_reserved(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *
         return;
     }
     /* Before it is computed: what comes next with this prefix shall go to the same node. */
-    rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->prefill.slot);
-    td_metric_set(ts->config.metrics->hint_blocks, rtr_hints_count(ts->config.hints));
+    rtr_index_expect(ts->config.index, t->keys, t->key_count, t->prefill.slot);
 }
 
 /* What a token took, at what its node has to do. Blocks are counted as they are promised. */
@@ -153,7 +152,7 @@ void rtr_ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
     u->accepted_draft_tokens += t->usage.accepted_draft_tokens;
     u->rejected_draft_tokens += t->usage.rejected_draft_tokens;
     if (rtr_leg_is_live(ts, &t->decode)) { /* else what it held was forgotten, and is gone */
-        rtr_hints_add(ts->config.hints, t->keys, t->key_count, t->decode.slot);
+        rtr_index_expect(ts->config.index, t->keys, t->key_count, t->decode.slot);
     }
     rtr_drafters_answered(ts->config.drafters, t->tenant, t->prompt_class,
                           rtr_ticket_prompt(t)->hash, &t->report);

@@ -288,7 +288,7 @@ void rtr_attempt_begin(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
     rtr_ticket_hash(ts, t);
     t->need_blocks = count_need(ts, t);
-    ts->match_best = rtr_hints_match(ts->config.hints, t->keys, t->key_count, ts->match);
+    rtr_ticket_match(ts, t);
     if (rtr_attempt_refused(ts, t)) {
         return;
     }

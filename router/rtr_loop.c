@@ -5,6 +5,7 @@
 #include "common/base/td_log.h"
 #include "common/base/td_ring.h"
 #include "router/rtr_admin.h"
+#include "router/rtr_index_link.h"
 
 #define MESSAGES_PER_STEP 512u
 #define REQUESTS_PER_STEP 256u
@@ -14,7 +15,8 @@
 struct rtr_loop {
     rtr_loop_config_t config;
     td_ring_t *inbox;
-    rtr_hints_t *hints;
+    rtr_index_t *index;
+    rtr_index_link_t blocks; /* of the index, to the nodes */
     rtr_registry_t *registry;
     rtr_drafters_t *drafters;
     rtr_tickets_t *tickets;
@@ -34,7 +36,7 @@ static td_status_t open_admin(rtr_loop_t *loop)
                                       .registry = loop->registry,
                                       .tickets = loop->tickets,
                                       .drafters = loop->drafters,
-                                      .hints = loop->hints,
+                                      .index = loop->index,
                                       .events = loop->events,
                                       .trace = loop->trace,
                                       .metrics = c->metrics,
@@ -97,7 +99,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
     atomic_init(&loop->gone_marked, false);
     status = td_ring_create(RTR_INBOX_MAX, &loop->inbox);
     if (status == TD_OK) {
-        status = rtr_hints_create(RTR_HINTS_MAX_DEFAULT, RTR_SLOTS_MAX, &loop->hints);
+        status = rtr_index_create(RTR_INDEX_BLOCKS_DEFAULT, RTR_SLOTS_MAX, &loop->index);
     }
     if (status == TD_OK && config->admin_endpoint != NULL) { /* nobody else asks for them */
         status = rtr_events_create(&loop->events);
@@ -108,12 +110,16 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
         status = rtr_registry_create(&registry, &loop->registry);
     }
     if (status == TD_OK) {
+        loop->blocks = (rtr_index_link_t){.index = loop->index,
+                                          .registry = loop->registry,
+                                          .bus = config->bus,
+                                          .metrics = config->metrics};
         status = rtr_drafters_create(&drafters, &loop->drafters);
     }
     if (status == TD_OK) {
         tickets.drafters = loop->drafters;
         tickets.registry = loop->registry;
-        tickets.hints = loop->hints;
+        tickets.index = loop->index;
         tickets.events = loop->events;
         tickets.trace = loop->trace;
         status = rtr_tickets_create(&tickets, &loop->tickets);
@@ -155,7 +161,7 @@ void rtr_loop_destroy(rtr_loop_t *loop)
     rtr_tickets_destroy(loop->tickets);
     rtr_registry_destroy(loop->registry);
     rtr_drafters_destroy(loop->drafters);
-    rtr_hints_destroy(loop->hints);
+    rtr_index_destroy(loop->index);
     rtr_events_destroy(loop->events);
     rtr_trace_destroy(loop->trace);
     if (loop->inbox != NULL) {
@@ -200,7 +206,8 @@ static void drain_messages(rtr_loop_t *loop)
             return;
         }
         if (!rtr_registry_handle(loop->registry, &msg) &&
-            !rtr_tickets_handle(loop->tickets, &msg) && !handle_history(loop, &msg) &&
+            !rtr_tickets_handle(loop->tickets, &msg) &&
+            !rtr_index_link_handle(&loop->blocks, &msg) && !handle_history(loop, &msg) &&
             !(loop->admin != NULL && rtr_admin_handle(loop->admin, &msg))) {
             TD_LOG_DEBUG("message not for a router", "type=%d from=%s", (int)msg.type,
                          msg.sender_id);
@@ -237,6 +244,7 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
         rtr_tickets_drop_gone(loop->tickets);
     }
     rtr_registry_tick(loop->registry);
+    rtr_index_link_tick(&loop->blocks);
     rtr_tickets_tick(loop->tickets);
     rtr_drafters_tick(loop->drafters);
     if (loop->admin != NULL) {

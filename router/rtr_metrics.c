@@ -12,6 +12,8 @@ typedef td_metric_t *(*declare_fn)(td_metrics_t *, const char *, const char *, c
 #define REQUESTS "tandem_router_requests_total"
 #define REQUESTS_HELP "Generation requests by how they ended."
 #define NODES "tandem_router_nodes"
+#define INDEX_NODES "tandem_router_index_nodes"
+#define INDEX_NODES_HELP "Nodes and store by how well their blocks are known."
 #define ERRORS "tandem_router_estimate_error_percent"
 #define ERRORS_HELP "Mean relative error of predicted prefill times and times between tokens."
 #define NODES_HELP "Live processes by role."
@@ -64,8 +66,27 @@ static const struct {
      "Prompt tokens found in a cache."},
     {AT(completion_tokens), td_metrics_counter, "tandem_router_completion_tokens_total", NULL,
      "Tokens received from decode nodes."},
-    {AT(hint_blocks), td_metrics_gauge, "tandem_router_hint_blocks", NULL,
-     "Block keys in the prefix hints."},
+    {AT(index_blocks), td_metrics_gauge, "tandem_router_index_blocks", NULL,
+     "Blocks of which the router knows who holds them, or will."},
+    {AT(index_bytes), td_metrics_gauge, "tandem_router_index_bytes", NULL,
+     "Memory that the index of blocks may use."},
+    {AT(index_nodes[0]), td_metrics_gauge, INDEX_NODES, "state=\"fallback\"", INDEX_NODES_HELP},
+    {AT(index_nodes[1]), td_metrics_gauge, INDEX_NODES, "state=\"degraded\"", ""},
+    {AT(index_nodes[2]), td_metrics_gauge, INDEX_NODES, "state=\"exact\"", ""},
+    {AT(index_events), td_metrics_counter, "tandem_router_index_events_total", NULL,
+     "Blocks that nodes and the store said came or went."},
+    {AT(index_gaps), td_metrics_counter, "tandem_router_index_gaps_total", NULL,
+     "Times that events were found missing."},
+    {AT(index_replays), td_metrics_counter, "tandem_router_index_replays_total", NULL,
+     "Times that missing events were asked for."},
+    {AT(index_snapshots), td_metrics_counter, "tandem_router_index_snapshots_total", NULL,
+     "Times that all blocks of a node were asked for."},
+    {AT(index_mismatches), td_metrics_counter, "tandem_router_index_mismatches_total", NULL,
+     "Times that the index was not what the node said it has."},
+    {AT(index_dropped), td_metrics_counter, "tandem_router_index_dropped_total", NULL,
+     "Blocks of nodes that were forgotten for want of room."},
+    {AT(index_stale), td_metrics_counter, "tandem_router_index_stale_total", NULL,
+     "Messages of events that came from a life that is over, or from a store that is not asked."},
     {AT(prefill_error), td_metrics_gauge, ERRORS, "of=\"prefill\"", ERRORS_HELP},
     {AT(tbt_error), td_metrics_gauge, ERRORS, "of=\"token\"", ERRORS_HELP},
     {AT(bus_refused), td_metrics_gauge, "tandem_router_bus_refused", NULL,

@@ -56,7 +56,16 @@ typedef struct rtr_metrics {
     td_metric_t *prompt_tokens;
     td_metric_t *cached_tokens;
     td_metric_t *completion_tokens;
-    td_metric_t *hint_blocks;
+    td_metric_t *index_blocks;
+    td_metric_t *index_bytes;
+    td_metric_t *index_nodes[3]; /* by rtr_index_state_t */
+    td_metric_t *index_events;
+    td_metric_t *index_gaps;
+    td_metric_t *index_replays;
+    td_metric_t *index_snapshots;
+    td_metric_t *index_mismatches;
+    td_metric_t *index_dropped;
+    td_metric_t *index_stale;
     td_metric_t *prefill_error;
     td_metric_t *tbt_error;
     td_metric_t *bus_refused;

@@ -73,6 +73,11 @@ rtr_node_t *rtr_registry_node(rtr_registry_t *reg, uint32_t slot)
     return &reg->nodes[slot];
 }
 
+uint32_t rtr_registry_slot(const rtr_registry_t *reg, const rtr_node_t *node)
+{
+    return (uint32_t)(node - reg->nodes);
+}
+
 uint32_t rtr_registry_slots(const rtr_registry_t *reg)
 {
     return reg->slots;

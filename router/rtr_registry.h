@@ -13,9 +13,9 @@
 #include "common/wire/td_bus.h"
 #include "router/rtr_breaker.h"
 #include "router/rtr_events.h"
-#include "router/rtr_hints.h"
 #include "router/rtr_metrics.h"
 #include "router/rtr_placement.h"
+#include "router/rtr_slots.h"
 
 typedef struct rtr_node {
     bool known; /* the slot is taken, by a live or a dead life */
@@ -87,6 +87,8 @@ void rtr_registry_tick(rtr_registry_t *reg);
 /** Slots [0, rtr_registry_slots()) may be known. Never NULL. */
 rtr_node_t *rtr_registry_node(rtr_registry_t *reg, uint32_t slot);
 uint32_t rtr_registry_slots(const rtr_registry_t *reg);
+/** Of a node that the registry has given. */
+uint32_t rtr_registry_slot(const rtr_registry_t *reg, const rtr_node_t *node);
 /** Its slot when that very life is live, else RTR_PLACE_NONE. */
 uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation);
 /** Of the store's live masters the one that is asked, or NULL. */

@@ -36,7 +36,7 @@ void rtr_ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
     }
     t->keys = td_calloc(count, sizeof(*t->keys));
     if (t->keys == NULL) {
-        return; /* only the hints miss it */
+        return; /* only the index misses it */
     }
     rtr_tickets_root(ts, salt->bytes, salt->len, &root);
     td_block_keys(&root, prompt->tokens, (size_t)count * ts->config.block_tokens,
@@ -70,10 +70,34 @@ bool rtr_ticket_may_use(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t 
             now - node->seen_ns < STALE_MS * TD_NS_PER_MS);
 }
 
+/* What a node could pull: what the store says it has. While that is not known, what anybody has:
+ * the nodes put it there. */
+static uint32_t match_of_store(rtr_tickets_t *ts, uint32_t best)
+{
+    const rtr_node_t *master = rtr_registry_store_master(ts->config.registry);
+    rtr_index_slot_t is;
+    uint32_t slot = 0;
+
+    if (rtr_registry_live(ts->config.registry, TD_ROLE_KVSTORE) == 0) {
+        return 0;
+    }
+    if (master == NULL) {
+        return best;
+    }
+    slot = rtr_registry_slot(ts->config.registry, master);
+    rtr_index_look(ts->config.index, slot, td_now_ns(), &is);
+    return is.state == RTR_INDEX_EXACT ? ts->match[slot] : best;
+}
+
+void rtr_ticket_match(rtr_tickets_t *ts, const rtr_ticket_t *t)
+{
+    const uint32_t best = rtr_index_match(ts->config.index, t->keys, t->key_count, ts->match);
+
+    ts->match_pool = match_of_store(ts, best);
+}
+
 rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t)
 {
-    const bool pulls = rtr_registry_live(ts->config.registry, TD_ROLE_KVSTORE) > 0;
-
     return (rtr_place_ask_t){
         .policy = ts->config.policy,
         .now_ns = td_now_ns(),
@@ -81,7 +105,7 @@ rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t)
         .draw = t->id, /* drawn at random, and once */
         .prompt_tokens = rtr_ticket_prompt(t)->count,
         .granule_tokens = ts->config.block_tokens,
-        .pool_tokens = pulls ? ts->match_best * ts->config.block_tokens : 0,
+        .pool_tokens = ts->match_pool * ts->config.block_tokens,
         .keep_local = RTR_KEEP_LOCAL_DEFAULT,
         .typical = &ts->prefill_time,
         .sequences = t->req->params.n,

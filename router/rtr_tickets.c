@@ -267,7 +267,7 @@ void rtr_tickets_voided(rtr_tickets_t *ts, uint32_t slot)
 
 void rtr_tickets_node_down(rtr_tickets_t *ts, uint32_t slot)
 {
-    rtr_hints_purge(ts->config.hints, slot);
+    rtr_index_purge(ts->config.index, slot);
     each_ticket(ts, ticket_node_down, slot);
 }
 

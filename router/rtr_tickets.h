@@ -8,6 +8,7 @@
 
 #include "common/wire/td_bus.h"
 #include "router/rtr_drafters.h"
+#include "router/rtr_index.h"
 #include "router/rtr_registry.h"
 #include "router/rtr_request.h"
 #include "router/rtr_trace.h"
@@ -25,7 +26,7 @@ typedef struct rtr_tickets rtr_tickets_t;
 typedef struct rtr_tickets_config {
     td_bus_t *bus;
     rtr_registry_t *registry;
-    rtr_hints_t *hints;
+    rtr_index_t *index;
     rtr_drafters_t *drafters;
     rtr_events_t *events; /* NULL: nobody wants to know */
     rtr_trace_t *trace;   /* the same */

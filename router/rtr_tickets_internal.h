@@ -89,7 +89,7 @@ struct rtr_tickets {
     uint64_t next_probe_ns;
     td_str_t scratch;
     uint32_t match[RTR_SLOTS_MAX];
-    uint32_t match_best;         /* blocks */
+    uint32_t match_pool;         /* blocks that a node could pull */
     rtr_estimate_t prefill_time; /* of all nodes: what a new one is taken for */
     rtr_estimate_t tbt;
     rtr_estimate_t self;
@@ -164,6 +164,8 @@ bool rtr_ticket_may_use(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t 
                         td_role_t role, bool also_avoided, uint64_t now);
 /** The node that its client named, for its first try; "": none. */
 const char *rtr_ticket_pinned(const rtr_ticket_t *t, td_role_t role);
+/** What nodes and store hold of the prompt: ts->match, ts->match_pool. */
+void rtr_ticket_match(rtr_tickets_t *ts, const rtr_ticket_t *t);
 /** By what ts->match says. */
 rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t);
 rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t,

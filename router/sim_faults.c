@@ -57,7 +57,7 @@ static void node_clear(sim_t *s, const sim_fault_t *f)
         p->estimate = (rtr_estimate_t){0};
         if (!s->config->pooled) {
             sim_cache_clear(s->cache, f->node);
-            rtr_hints_purge(s->hints, f->node);
+            rtr_index_purge(s->index, f->node);
         }
     } else {
         sim_decode_t *d = &s->decodes[f->node];

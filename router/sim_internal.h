@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/base/td_base.h"
-#include "router/rtr_hints.h"
+#include "router/rtr_index.h"
 #include "router/sim_batch.h"
 #include "router/sim_cache.h"
 #include "router/sim_events.h"
@@ -96,7 +96,7 @@ typedef struct sim {
     uint32_t *match;      /* owned [slots]: blocks */
     td_block_key_t *keys; /* owned [blocks of the longest prompt] */
     sim_cache_t *cache;
-    rtr_hints_t *hints;
+    rtr_index_t *index;
     rtr_estimate_t typical;
     rtr_estimate_t typical_tbt;
     sim_fifo_t waiting;

@@ -52,7 +52,7 @@ static const td_option_t options[] = {
     {"keep-local", TD_OPTION_TEXT, NULL,
      "how much more a pulled token costs than its transfer, in times of its computation [4.5]"},
     {"index", TD_OPTION_CHOICE, "hints",
-     "hints: the router knows what it has placed; events: also what was evicted", 0, 0,
+     "hints: the router knows what it has placed; events: what each node has", 0, 0,
      "hints|events"},
     {"hints-max", TD_OPTION_COUNT, "0", "blocks that the router knows of; 0 = as many as there are",
      0, 1u << 24},

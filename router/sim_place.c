@@ -22,7 +22,7 @@ static uint32_t match_of(sim_t *s, uint32_t r)
     for (uint32_t i = 0; i < sim_full_blocks(s, r); i++) {
         s->keys[i] = sim_key_of(blocks[i]);
     }
-    best = rtr_hints_match(s->hints, s->keys, count, s->match);
+    best = rtr_index_match(s->index, s->keys, count, s->match);
     s->match[sim_store_slot(s)] =
         has_store ? sim_cache_match(s->cache, sim_store_slot(s), blocks, count, true) : 0;
     return TD_MAX(best, s->match[sim_store_slot(s)]);
@@ -186,7 +186,8 @@ static td_status_t dispatch(sim_t *s, uint32_t r, const rtr_prefill_choice_t *ch
     s->blocks_pulled += t->attempt == 0 ? cached - own : 0;
     sim_cache_use(s->cache, slot, blocks, sim_full_blocks(s, r));
     if (!s->config->pooled) {
-        rtr_hints_add(s->hints, s->keys, sim_full_blocks(s, r), choice->node);
+        (s->config->exact_index ? rtr_index_stored : rtr_index_expect)(
+            s->index, s->keys, sim_full_blocks(s, r), choice->node);
     }
     sim_fifo_put(s, &p->queue, r);
     return sim_prefill_begin(s, choice->node);

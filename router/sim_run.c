@@ -6,7 +6,7 @@
 #include "router/sim_internal.h"
 #include "router/sim_random.h"
 
-#define HINTS_MAX (1u << 24)
+#define HINTS_MAX RTR_INDEX_BLOCKS_MAX
 #define ANSWER_SMOOTH 0.02 /* of the mean time of an answer, the newest one's share */
 #define PROGRESS_EVERY 1000u
 
@@ -181,7 +181,7 @@ static void on_evicted(void *ctx, uint32_t node, uint64_t block)
     const td_block_key_t key = sim_key_of(block);
 
     if (s->config->exact_index && !s->config->pooled) {
-        rtr_hints_remove(s->hints, &key, node);
+        rtr_index_removed(s->index, &key, node);
     }
 }
 
@@ -213,7 +213,7 @@ static td_status_t open_index(sim_t *s)
     } else {
         sim_cache_set_capacity(s->cache, sim_store_slot(s), store);
     }
-    return rtr_hints_create((uint32_t)TD_MIN(hints, HINTS_MAX), slots, &s->hints);
+    return rtr_index_create((uint32_t)TD_MIN(hints, HINTS_MAX), slots, &s->index);
 }
 
 static td_status_t open_samples(sim_t *s)
@@ -277,7 +277,7 @@ static void sim_close(sim_t *s)
     td_free(s->match);
     td_free(s->keys);
     sim_cache_destroy(s->cache);
-    rtr_hints_destroy(s->hints);
+    rtr_index_destroy(s->index);
     sim_samples_fini(&s->ttft);
     sim_samples_fini(&s->tbt);
     sim_samples_fini(&s->error);

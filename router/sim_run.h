@@ -1,5 +1,5 @@
 /* sim_run.h - a cluster in discrete events: requests of a trace are placed and admitted by the code
- * that the router runs (rtr_placement, rtr_hints), on nodes of a sim_model. The same configuration
+ * that the router runs (rtr_placement, rtr_index), on nodes of a sim_model. The same configuration
  * and seed give the same figures. Design: router/DESIGN.md, "Simulator". Threads: owner. */
 #pragma once
 

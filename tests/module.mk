@@ -16,7 +16,7 @@ $(BIN)/store_worker: $(B)/tests/chaos/store_worker.o $(B)/tests/bench/bench_node
 BENCH_SRC := $(wildcard tests/bench/*.c)
 ifneq ($(BENCH_SRC),)
 PROGRAMS += tandem-bench
-$(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/libkvstore.a $(B)/libtandem.a
+$(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/librouter.a $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
 endif

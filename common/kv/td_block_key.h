@@ -63,6 +63,17 @@ static inline bool td_block_key_equal(const td_block_key_t *a, const td_block_ke
     return __builtin_memcmp(a->bytes, b->bytes, TD_BLOCK_KEY_BYTES) == 0;
 }
 
+/** The first 8 bytes, little endian. Keys are outputs of a keyed hash: it stands for the key where
+ * a chance of 2^-64 does no harm. */
+static inline uint64_t td_block_key_word(const td_block_key_t *key)
+{
+    uint64_t word = 0;
+    for (uint32_t i = 0; i < sizeof(word); i++) {
+        word |= (uint64_t)key->bytes[i] << (8 * i);
+    }
+    return word;
+}
+
 /** XXH3-64 of a block's bytes: found once for each copy. */
 uint64_t td_block_content_hash(const void *bytes, size_t len);
 /** The checksum that travels: the content bound to its name and the allocation it was read from, so

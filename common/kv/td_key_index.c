@@ -96,19 +96,29 @@ uint32_t td_key_index_find(const td_key_index_t *x, const td_block_key_t *key)
     return entry_of(x, x->slots[slot_of(x, key)]);
 }
 
+void td_key_index_ask_slot(const td_key_index_t *x, const td_block_key_t *key)
+{
+    __builtin_prefetch(&x->slots[home_of(x, key)]);
+}
+
+void td_key_index_ask_entry(const td_key_index_t *x, const td_block_key_t *key)
+{
+    const uint32_t slot = likely_slot(x, tag_of(x, key), home_of(x, key));
+
+    if (x->slots[slot] != TD_KEY_INDEX_NONE) {
+        __builtin_prefetch(key_at(x, entry_of(x, x->slots[slot])), 1);
+    }
+}
+
 uint32_t td_key_index_find_run(const td_key_index_t *x, const td_block_key_t *keys, uint32_t count,
                                uint32_t *out)
 {
     for (uint32_t i = 0; i < count + SLOTS_AHEAD; i++) {
         if (i < count) {
-            __builtin_prefetch(&x->slots[home_of(x, &keys[i])]);
+            td_key_index_ask_slot(x, &keys[i]);
         }
         if (i >= SLOTS_AHEAD - ENTRIES_AHEAD && i - (SLOTS_AHEAD - ENTRIES_AHEAD) < count) {
-            const td_block_key_t *key = &keys[i - (SLOTS_AHEAD - ENTRIES_AHEAD)];
-            const uint32_t slot = likely_slot(x, tag_of(x, key), home_of(x, key));
-            if (x->slots[slot] != TD_KEY_INDEX_NONE) {
-                __builtin_prefetch(key_at(x, entry_of(x, x->slots[slot])), 1);
-            }
+            td_key_index_ask_entry(x, &keys[i - (SLOTS_AHEAD - ENTRIES_AHEAD)]);
         }
         if (i >= SLOTS_AHEAD) {
             out[i - SLOTS_AHEAD] = td_key_index_find(x, &keys[i - SLOTS_AHEAD]);

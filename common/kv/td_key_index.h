@@ -33,6 +33,10 @@ uint32_t td_key_index_find(const td_key_index_t *index, const td_block_key_t *ke
  * Shape: out [count]. Answers how many. */
 uint32_t td_key_index_find_run(const td_key_index_t *index, const td_block_key_t *keys,
                                uint32_t count, uint32_t *out);
+/** Asks memory for where a key is looked for; some keys later for the entry that it finds there.
+ * For loops that know what they will look for next. */
+void td_key_index_ask_slot(const td_key_index_t *index, const td_block_key_t *key);
+void td_key_index_ask_entry(const td_key_index_t *index, const td_block_key_t *key);
 /** Units: bytes it holds. */
 size_t td_key_index_bytes(const td_key_index_t *index);
 /** Adds an entry whose key is not there yet. */

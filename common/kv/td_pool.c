@@ -6,6 +6,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
 #include "common/kv/td_key_index.h"
+#include "common/kv/td_kv_events.h"
 
 _Static_assert(TD_POOL_NONE == TD_KEY_INDEX_NONE, "one value says none");
 
@@ -17,6 +18,7 @@ typedef enum block_state {
     BLOCK_QUARANTINED
 } block_state_t;
 
+#define WALK_LOOKS 65536u /* at blocks, of one call */
 #define REFS_MAX ((1u << 29) - 1)
 
 /* 36 bytes: a match touches one or two cache lines a block. */
@@ -48,6 +50,7 @@ struct td_pool {
     uint32_t lru_newest;
     td_key_index_t index; /* owned: key -> block */
     uint64_t evictions;
+    td_kv_events_t *events; /* borrowed, or NULL */
 };
 
 td_status_t td_pool_create(uint8_t *bytes, uint32_t block_count, size_t block_bytes,
@@ -182,6 +185,7 @@ static void index_drop(td_pool_t *pool, uint32_t idx)
     }
     td_key_index_remove(&pool->index, idx);
     m->indexed = false;
+    td_kv_events_removed(pool->events, &m->key);
 }
 
 /* Leaves first: what others follow is as young as they are. Sequences give blocks back last to
@@ -301,6 +305,7 @@ td_status_t td_pool_index_after(td_pool_t *pool, uint32_t idx, const td_block_ke
         pool->meta[m->parent].children++;
     }
     pool->content_hashes[idx] = content_hash;
+    td_kv_events_stored(pool->events, key);
     return TD_OK;
 }
 
@@ -412,4 +417,27 @@ size_t td_pool_own_bytes(const td_pool_t *pool)
 uint64_t td_pool_evictions(const td_pool_t *pool)
 {
     return pool->evictions;
+}
+
+void td_pool_watch(td_pool_t *pool, td_kv_events_t *events)
+{
+    TD_ASSERT(events == NULL || events->blocks == 0);
+    pool->events = events;
+}
+
+uint32_t td_pool_walk(const td_pool_t *pool, uint32_t *cursor, uint32_t max, td_block_key_t *out)
+{
+    const uint32_t end = (uint32_t)TD_MIN((uint64_t)*cursor + WALK_LOOKS, pool->block_count);
+    uint32_t count = 0;
+
+    while (*cursor < end && count < max) {
+        const block_meta_t *m = &pool->meta[(*cursor)++];
+        if (m->indexed) {
+            out[count++] = m->key;
+        }
+    }
+    if (*cursor >= pool->block_count) {
+        *cursor = TD_POOL_NONE;
+    }
+    return count;
 }

@@ -15,6 +15,7 @@
 
 #include "common/base/td_status.h"
 #include "common/kv/td_block_key.h"
+#include "common/kv/td_kv_events.h"
 
 #define TD_POOL_BLOCKS_MAX (1u << 22)
 #define TD_POOL_NONE UINT32_MAX
@@ -92,3 +93,8 @@ td_pool_counts_t td_pool_counts(const td_pool_t *pool);
 /** Units: bytes of bookkeeping, without the blocks themselves. */
 size_t td_pool_own_bytes(const td_pool_t *pool);
 uint64_t td_pool_evictions(const td_pool_t *pool);
+/** From now on events are told which keys are indexed and which no longer; NULL: nobody. Nothing is
+ * indexed yet. Owner: events are borrowed until the pool ends. */
+void td_pool_watch(td_pool_t *pool, td_kv_events_t *events);
+/** Keys that are indexed, some of them: as td_kv_walk_t (td_kv_events.h) of blocks. */
+uint32_t td_pool_walk(const td_pool_t *pool, uint32_t *cursor, uint32_t max, td_block_key_t *out);

@@ -99,6 +99,8 @@ static td_status_t open_pool(td_node_t *n, const td_node_setup_t *setup)
     TD_TRY(
         td_pool_create(td_transfer_memory(n->transfer), (uint32_t)blocks, block_bytes, &n->pool));
     td_transfer_set_pool(n->transfer, n->pool);
+    TD_TRY(td_kv_events_create(TD_KV_EVENTS_RING, &n->kv_events));
+    td_pool_watch(n->pool, n->kv_events);
     TD_TRY(td_ring_create(TD_NODE_FETCHES_MAX, &n->fetched));
     return td_verify_create(TD_NODE_FETCHES_MAX, block_bytes, &n->verify);
 }
@@ -113,6 +115,8 @@ static void declare_metrics(td_node_t *n, const td_node_setup_t *setup)
     }
     n->checksum_failures = td_metrics_counter(n->proc.metrics, setup->checksum_metric, NULL,
                                               "fetched blocks whose bytes were not the named ones");
+    n->indexed = td_metrics_gauge(n->proc.metrics, setup->indexed_metric, NULL,
+                                  "KV blocks that requests can find, as routers are told");
 }
 
 void td_node_update_kv_metrics(td_node_t *n)
@@ -123,6 +127,7 @@ void td_node_update_kv_metrics(td_node_t *n)
     td_metric_set(n->kv_states[2], c.cached);
     td_metric_set(n->kv_states[3], c.active);
     td_metric_set(n->kv_states[4], c.quarantined);
+    td_metric_set(n->indexed, n->kv_events->blocks);
 }
 
 static void on_registered(void *ctx, const td_msg_registered_t *info)
@@ -167,6 +172,18 @@ static void on_share(void *ctx, const char *router, td_msg_heartbeat_t *load)
     n->events.share(n->events.ctx, router, load);
 }
 
+static uint32_t walk_pool(const void *ctx, uint32_t *cursor, uint32_t max, td_block_key_t *out)
+{
+    return td_pool_walk(ctx, cursor, max, out);
+}
+
+static td_status_t open_feed(td_node_t *n)
+{
+    const td_kv_feed_out_t to = td_kv_feed_over_bus(n->proc.bus);
+
+    return td_kv_feed_create(&to, n->kv_events, walk_pool, n->pool, &n->feed);
+}
+
 static td_status_t open_membership(td_node_t *n)
 {
     td_member_events_t events = {.ctx = n,
@@ -193,7 +210,8 @@ static td_status_t open_membership(td_node_t *n)
     self.self.endpoint = td_bus_endpoint(n->proc.bus);
     self.fingerprint = (td_bytes_t){n->info->fingerprint, sizeof(n->info->fingerprint)};
     self.probe_key = (td_bytes_t){probe.bytes, sizeof(probe.bytes)};
-    return td_routers_open(n->proc.config, n->proc.bus, &self, &events, &n->member, &n->routers);
+    TD_TRY(td_routers_open(n->proc.config, n->proc.bus, &self, &events, &n->member, &n->routers));
+    return open_feed(n);
 }
 
 td_status_t td_node_open(td_node_t *n, const td_node_setup_t *setup)
@@ -217,6 +235,7 @@ void td_node_tick(td_node_t *n, const td_msg_heartbeat_t *load)
 {
     td_routers_tick(n->routers, n->member);
     td_member_tick(n->member, load);
+    td_kv_feed_tick(n->feed, n->member, td_now_ns());
 }
 
 /* Signals that came since the last look. */
@@ -274,7 +293,9 @@ void td_node_stop(td_node_t *n)
 void td_node_close(td_node_t *n)
 {
     td_node_stop(n);
+    td_kv_feed_destroy(n->feed);
     td_pool_destroy(n->pool);
+    td_kv_events_destroy(n->kv_events);
     td_ring_destroy(n->fetched);
     td_member_destroy(n->member);
     td_routers_destroy(n->routers);

@@ -14,6 +14,7 @@
 #include "common/model/td_sampler.h"
 #include "common/model/td_tokenizer.h"
 #include "common/coord/td_coord_options.h"
+#include "common/node/td_kv_feed.h"
 #include "common/node/td_routers.h"
 #include "common/node/td_verify.h"
 #include "common/transfer/td_transfer.h"
@@ -82,6 +83,8 @@ typedef struct td_node {
     const td_model_info_t *info;
     td_transfer_t *transfer;
     td_pool_t *pool;
+    td_kv_events_t *kv_events; /* of the pool */
+    td_kv_feed_t *feed;        /* tells routers of them */
     td_member_t *member;
     td_routers_t *routers; /* NULL: they are named */
     td_worker_t *worker;   /* runs the forward passes */
@@ -92,6 +95,7 @@ typedef struct td_node {
     uint32_t stop_count;
     td_metric_t *kv_states[5];
     td_metric_t *checksum_failures;
+    td_metric_t *indexed;                             /* blocks that can be found by their keys */
     uint64_t forgotten_ticket[TD_NODE_FORGOTTEN_MAX]; /* ring */
     uint32_t forgotten_attempt[TD_NODE_FORGOTTEN_MAX];
     uint32_t forgotten_next;
@@ -107,6 +111,7 @@ typedef struct td_node_setup {
     const char *metric_prefix; /* "tandem_prefill" */
     const char *kv_metric;     /* "tandem_prefill_kv_blocks" */
     const char *checksum_metric;
+    const char *indexed_metric;
     uint32_t rows_max;
     uint32_t logit_rows_max;
     uint64_t kv_bytes;

@@ -158,6 +158,11 @@ bool td_member_is_router(const td_member_t *m, const char *id)
     return false;
 }
 
+const char *td_member_router_at(const td_member_t *m, uint32_t at)
+{
+    return m->links[at].router.id;
+}
+
 uint32_t td_member_registered(const td_member_t *m)
 {
     uint32_t count = 0;

@@ -63,6 +63,9 @@ void td_member_tick(td_member_t *member, const td_msg_heartbeat_t *load);
 /** True when the message was for the membership. */
 bool td_member_handle(td_member_t *member, const td_msg_t *msg);
 bool td_member_is_router(const td_member_t *member, const char *id);
+/** Id of the router at a place below TD_ROUTERS_MAX, which it keeps while it is one; "": none.
+ * Owner: the member. */
+const char *td_member_router_at(const td_member_t *member, uint32_t at);
 /** So many routers know us now. */
 uint32_t td_member_registered(const td_member_t *member);
 /** A peer that is up, or NULL. Owner: the member, until the next handle or tick. */

@@ -61,7 +61,9 @@ typedef enum td_msg_type {
     TD_MSG_PIN_ORDER = 53,
     TD_MSG_MEMO_PUT = 54,
     TD_MSG_MEMO_GET = 55,
-    TD_MSG_MEMO_FOUND = 56
+    TD_MSG_MEMO_FOUND = 56,
+    TD_MSG_KV_EVENTS = 60,
+    TD_MSG_KV_REPLAY = 61
 } td_msg_type_t;
 
 typedef enum td_role {
@@ -386,6 +388,36 @@ typedef struct td_msg_lookup_result {
     const uint64_t *checksums;
 } td_msg_lookup_result_t;
 
+#define TD_MSG_KV_KEYS_MAX 4096u /* of one KV_EVENTS */
+
+typedef enum td_msg_kv_kind {
+    TD_MSG_KV_CHANGES = 0,
+    TD_MSG_KV_CLEARED,  /* one event: nothing is left */
+    TD_MSG_KV_SNAPSHOT, /* begins: what was told before is void */
+    TD_MSG_KV_PART,     /* of it: these blocks are here, as of the event before `first` */
+    TD_MSG_KV_END       /* of it */
+} td_msg_kv_kind_t;
+
+/** KV_EVENTS: which blocks a node, or the store as a whole, has. */
+typedef struct td_msg_kv_events {
+    uint32_t kind;  /* td_msg_kv_kind_t */
+    uint64_t first; /* number of the first event in it, >= 1; without one, of the next */
+    uint32_t count;
+    const td_block_key_t *keys; /* [count] */
+    uint32_t run_count;
+    const uint32_t *runs; /* CHANGES: keys that came, that went, came, went...; count in all */
+    uint64_t snapshot;    /* which one; none of CHANGES and CLEARED */
+    uint32_t part;        /* PART: 0, 1, 2...; END: how many there were */
+    bool is_head;         /* the sender has told all, and holds: */
+    uint32_t blocks;
+    uint64_t digest; /* td_block_key_word() of all keys, by exclusive or */
+} td_msg_kv_events_t;
+
+/** KV_REPLAY: events from a number on, once more; 0: a snapshot. */
+typedef struct td_msg_kv_replay {
+    uint64_t from;
+} td_msg_kv_replay_t;
+
 typedef struct td_msg {
     td_msg_type_t type;
     const char *sender_id;
@@ -410,6 +442,8 @@ typedef struct td_msg {
         td_msg_blocks_t blocks;
         td_msg_lookup_result_t found;
         td_msg_memo_t memo;
+        td_msg_kv_events_t kv_events;
+        td_msg_kv_replay_t kv_replay;
     } u;
 } td_msg_t;
 

@@ -477,6 +477,35 @@ static td_status_t encode_memo(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     return pack(msg, env, out);
 }
 
+static td_status_t encode_kv_events(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
+{
+    const td_msg_kv_events_t *m = &msg->u.kv_events;
+    PB(KvEvents) pb = TANDEM__V1__KV_EVENTS__INIT;
+
+    pb.kind = (PB(KvEventsKind))m->kind;
+    pb.first = m->first;
+    pb.keys = pb_keys(m->keys, m->count);
+    PB_ARRAY(pb, runs, uint32_t, m->runs, m->run_count);
+    pb.snapshot = m->snapshot;
+    pb.part = m->part;
+    pb.is_head = m->is_head;
+    pb.blocks = m->blocks;
+    pb.digest = m->digest;
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_KV_EVENTS;
+    env->kv_events = &pb;
+    return pack(msg, env, out);
+}
+
+static td_status_t encode_kv_replay(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
+{
+    PB(KvReplay) pb = TANDEM__V1__KV_REPLAY__INIT;
+
+    pb.from = msg->u.kv_replay.from;
+    env->body_case = TANDEM__V1__ENVELOPE__BODY_KV_REPLAY;
+    env->kv_replay = &pb;
+    return pack(msg, env, out);
+}
+
 static td_status_t encode_draft_history(const td_msg_t *msg, PB(Envelope) * env, td_str_t *out)
 {
     const td_msg_draft_history_t *m = &msg->u.draft_history;
@@ -705,6 +734,10 @@ td_status_t td_msg_encode(const td_msg_t *msg, td_str_t *out)
     case TD_MSG_MEMO_GET:
     case TD_MSG_MEMO_FOUND:
         return encode_memo(msg, &env, out);
+    case TD_MSG_KV_EVENTS:
+        return encode_kv_events(msg, &env, out);
+    case TD_MSG_KV_REPLAY:
+        return encode_kv_replay(msg, &env, out);
     case TD_MSG_NONE:
         break;
     }
@@ -1181,6 +1214,47 @@ static td_status_t read_memo(const PB(Memo) * pb, bool has_tokens, td_msg_memo_t
     return TD_OK;
 }
 
+/* CHANGES: runs that add up to the keys, none empty but the first. */
+static td_status_t read_runs(const PB(KvEvents) * pb, td_msg_kv_events_t *m)
+{
+    uint64_t sum = 0;
+
+    MUST(pb->n_runs <= m->count + (size_t)1, "kv_events: too many runs");
+    for (size_t i = 0; i < pb->n_runs; i++) {
+        MUST(pb->runs[i] > 0 || (i == 0 && pb->n_runs > 1), "kv_events: an empty run");
+        sum += pb->runs[i];
+    }
+    MUST(sum == (pb->kind == TANDEM__V1__KV_EVENTS_KIND__KV_EVENTS_CHANGES ? m->count : 0),
+         "kv_events: runs that do not add up to the keys");
+    m->run_count = (uint32_t)pb->n_runs;
+    m->runs = pb->runs;
+    return TD_OK;
+}
+
+static td_status_t read_kv_events(const PB(KvEvents) * pb, td_msg_kv_events_t *m)
+{
+    const bool is_part = pb->kind == TANDEM__V1__KV_EVENTS_KIND__KV_EVENTS_PART;
+    const bool has_keys = is_part || pb->kind == TANDEM__V1__KV_EVENTS_KIND__KV_EVENTS_CHANGES;
+
+    MUST((uint32_t)pb->kind <= TD_MSG_KV_END, "kv_events: kind");
+    MUST(pb->keys.len % TD_BLOCK_KEY_BYTES == 0 &&
+             pb->keys.len / TD_BLOCK_KEY_BYTES <= TD_MSG_KV_KEYS_MAX &&
+             (has_keys || pb->keys.len == 0) && (!is_part || pb->keys.len > 0),
+         "kv_events: keys");
+    /* Numbers of events never come near the end of their range. */
+    MUST(pb->first > 0 && pb->first <= UINT64_MAX / 2, "kv_events: number of the first event");
+    m->kind = (uint32_t)pb->kind;
+    m->first = pb->first;
+    m->count = (uint32_t)(pb->keys.len / TD_BLOCK_KEY_BYTES);
+    m->keys = (const td_block_key_t *)pb->keys.data;
+    m->snapshot = pb->snapshot;
+    m->part = pb->part;
+    m->is_head = pb->is_head;
+    m->blocks = pb->blocks;
+    m->digest = pb->digest;
+    return read_runs(pb, m);
+}
+
 static td_status_t read_put_start(const PB(PutStart) * pb, td_msg_blocks_t *m)
 {
     TD_TRY(read_keys(&pb->keys, m));
@@ -1370,6 +1444,11 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
         return read_memo(env->memo_get, false, &msg->u.memo);
     case TANDEM__V1__ENVELOPE__BODY_MEMO_FOUND:
         return read_memo(env->memo_found, true, &msg->u.memo);
+    case TANDEM__V1__ENVELOPE__BODY_KV_EVENTS:
+        return read_kv_events(env->kv_events, &msg->u.kv_events);
+    case TANDEM__V1__ENVELOPE__BODY_KV_REPLAY:
+        msg->u.kv_replay.from = env->kv_replay->from;
+        return TD_OK;
     case TANDEM__V1__ENVELOPE__BODY_STORE_RESULT:
         return read_put_result(env->store_result, &msg->u.blocks);
     default:

@@ -19,6 +19,7 @@ int bench_model(int argc, char **argv);
 int bench_handoff(int argc, char **argv);
 int bench_hot(int argc, char **argv);
 int bench_kv(int argc, char **argv);
+int bench_router(int argc, char **argv);
 int bench_serve(int argc, char **argv);
 int bench_spec(int argc, char **argv);
 int bench_store(int argc, char **argv);

@@ -30,7 +30,7 @@ PEER_FLAGS = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_
 ROUNDS = 3  # of both sides, in turn
 SESSIONS = 16
 TURNS = 4
-SUBJECTS = ("model", "kv", "transfer", "store", "hot", "handoff", "spec", "serve")
+SUBJECTS = ("model", "kv", "router", "transfer", "store", "hot", "handoff", "spec", "serve")
 START_S = 120  # for a server to come up
 
 # What is expected of figures that need no peer: subject, key, at least or at most what (a number, or
@@ -41,6 +41,8 @@ LIMITS = [("model", "attention_gmac_s", ">=", 75),
           ("kv", "match_us", "<=", 20),
           ("kv", "bytes_per_block", "<=", 64),
           ("kv", "allocs_per_step", "<=", 0),
+          ("router", "match_us", "<=", 10),
+          ("router", "event_blocks_s", ">=", 3.3e6),
           ("transfer", "shm_fetch_gb_s", ">=", ("shm_copy_gb_s", 0.9)),
           ("store", "shm_lookup_keys_s", ">=", 2e6),
           ("store", "shm_recovery_100k_s", "<=", 2),
@@ -362,6 +364,7 @@ def run_subjects(options):
                        {"model", "serve"} & set(options.subjects) else (None, None))
     runs = {"model": lambda: run_model(options, python),
             "kv": lambda: (figures_of(bench_command(options, "kv")), None),
+            "router": lambda: (figures_of(bench_command(options, "router")), None),
             "transfer": lambda: run_transfer(options),
             "store": lambda: run_store(options),
             "hot": lambda: (figures_of(bench_command(

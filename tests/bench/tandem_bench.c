@@ -19,6 +19,7 @@ static const struct {
     {"hot", bench_hot, "replicas of hot prefixes, and the busiest segment of a store"},
     {"kv", bench_kv, "prefix cache and block tables alone"},
     {"model", bench_model, "speed of the forward pass"},
+    {"router", bench_router, "the router's index of blocks alone"},
     {"serve", bench_serve, "conversations with an OpenAI-compatible server"},
     {"spec", bench_spec, "what each drafter is worth"},
     {"store", bench_store, "putting, looking up and reading blocks of the store"},

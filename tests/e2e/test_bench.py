@@ -271,6 +271,16 @@ def test_kv_has_all_figures_and_never_allocates(options):
     check_figures({**figures, "allocs_per_step": 1}, list(figures))
 
 
+# --- router ---------------------------------------------------------------------------------------
+
+@test
+def test_router_has_all_figures(options):
+    keys = ["match_us", "place_us_p50", "place_us_p99", "event_blocks_s", "index_mb"]
+    figures, _ = bench(options, "router", "--nodes", 40, "--blocks", 20000, "--repeat", 2, "--json")
+    assert list(figures) == keys
+    check_figures(figures, keys)
+
+
 # --- store ----------------------------------------------------------------------------------------
 
 @test
@@ -369,6 +379,7 @@ def test_bad_options_get_one_clear_line(options):
                  ["handoff"], ["handoff", "--model", "x", "--carrier", "rdma"],
                  ["handoff", "--model", "x", "--local-sh", "nowhere"],
                  ["kv", "--blocks", "1023"], ["kv", "more"],
+                 ["router", "--nodes", "1"], ["router", "--blocks", "255"],
                  ["store", "--carrier", "ib"], ["store", "--batch", "0"],
                  ["spec"], ["spec", "--model", "x", "--kinds", "song"],
                  ["spec", "--model", "x", "--drafters", "oracle"],

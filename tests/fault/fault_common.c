@@ -48,6 +48,15 @@ static void end_pool(void *p)
     td_pool_destroy(p);
 }
 
+static td_status_t make_kv_events(void **out)
+{
+    return td_kv_events_create(8, (td_kv_events_t **)out);
+}
+static void end_kv_events(void *p)
+{
+    td_kv_events_destroy(p);
+}
+
 static td_status_t make_ring(void **out)
 {
     return td_ring_create(4, (td_ring_t **)out);
@@ -199,6 +208,11 @@ static void test_fault_pool_create(void **state)
     (void)state;
     sweep(make_pool, end_pool);
 }
+static void test_fault_kv_events_create(void **state)
+{
+    (void)state;
+    sweep(make_kv_events, end_kv_events);
+}
 static void test_fault_ring_create(void **state)
 {
     (void)state;
@@ -318,6 +332,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_fault_pool_create),
+        cmocka_unit_test(test_fault_kv_events_create),
         cmocka_unit_test(test_fault_ring_create),
         cmocka_unit_test(test_fault_metrics_create),
         cmocka_unit_test(test_fault_worker_create),

@@ -10,7 +10,7 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
-#include "router/rtr_hints.h"
+#include "router/rtr_index.h"
 #include "router/sim_sweep.h"
 #include "router/rtr_request.h"
 #include "tests/fuzz/gguf_build.h"
@@ -209,14 +209,14 @@ static td_status_t step_request_fail(const fixture_t *fx)
     return status;
 }
 
-static td_status_t step_hints(const fixture_t *fx)
+static td_status_t step_index(const fixture_t *fx)
 {
-    rtr_hints_t *hints = NULL;
-    td_status_t status = rtr_hints_create(16, 65, &hints);
+    rtr_index_t *index = NULL;
+    td_status_t status = rtr_index_create(16, 65, &index);
     (void)fx;
 
-    assert_true((status == TD_OK) == (hints != NULL));
-    rtr_hints_destroy(hints);
+    assert_true((status == TD_OK) == (index != NULL));
+    rtr_index_destroy(index);
     return status;
 }
 
@@ -264,7 +264,7 @@ SWEEP(parse_tokens, 6)
 SWEEP(reply, 3)
 SWEEP(request, 8)
 SWEEP(request_fail, 1)
-SWEEP(hints, 5)
+SWEEP(index, 10)
 SWEEP(sim, 25)
 
 int main(void)
@@ -273,7 +273,7 @@ int main(void)
     cmocka_unit_test_setup_teardown(test_##name##_survives_lack_of_memory, setup, teardown)
     const struct CMUnitTest tests[] = {
         T(parse_chat), T(parse_completion), T(parse_tokens), T(reply),
-        T(request),    T(request_fail),     T(hints),        T(sim),
+        T(request),    T(request_fail),     T(index),        T(sim),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

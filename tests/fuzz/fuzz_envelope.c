@@ -41,6 +41,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 
 #ifndef TD_FUZZ_ENGINE
 static const uint32_t u32s[] = {1, 2, 300};
+static const uint32_t runs[] = {1, 2};
 static const uint32_t top_counts[] = {1, 0, 2};
 static const uint32_t segment_of[] = {0, 1};
 static const uint64_t u64s[] = {1, 2, 0xffffffffffffffff};
@@ -210,6 +211,19 @@ static void sample(td_msg_type_t type, td_msg_t *msg)
                                                 .epochs = u64s,
                                                 .checksums = u64s};
         break;
+    case TD_MSG_KV_EVENTS:
+        msg->u.kv_events = (td_msg_kv_events_t){.first = 9,
+                                                .count = 3,
+                                                .keys = keys,
+                                                .run_count = 2,
+                                                .runs = runs,
+                                                .is_head = true,
+                                                .blocks = 7,
+                                                .digest = 77};
+        break;
+    case TD_MSG_KV_REPLAY:
+        msg->u.kv_replay.from = 9;
+        break;
     default:
         msg->u.ticket = (td_msg_ticket_t){.ticket = 1, .attempt = 1, .status = TD_ERR_CORRUPT};
         break;
@@ -225,26 +239,36 @@ static const td_msg_type_t types[] = {
     TD_MSG_EVICT_ORDER,    TD_MSG_LOOKUP,       TD_MSG_LOOKUP_RESULT, TD_MSG_STORE_PIN,
     TD_MSG_STORE_REMOVE,   TD_MSG_STORE_RESULT, TD_MSG_MOUNT,         TD_MSG_PROMOTE_ORDER,
     TD_MSG_STORE_MANIFEST, TD_MSG_PIN_ORDER,    TD_MSG_MEMO_PUT,      TD_MSG_MEMO_GET,
-    TD_MSG_MEMO_FOUND};
+    TD_MSG_MEMO_FOUND,     TD_MSG_KV_EVENTS,    TD_MSG_KV_REPLAY};
 
 static int make_corpus(const char *dir)
 {
     static const uint32_t pins[3] = {0, 1, 2};
 
-    for (size_t i = 0; i <= TD_ARRAY_LEN(types); i++) { /* manifests in two forms */
-        const bool again = i == TD_ARRAY_LEN(types);
+    static const struct {
+        td_msg_type_t type;
+        const char *suffix;
+    } more[] = {{TD_MSG_STORE_MANIFEST, "_memory"}, {TD_MSG_KV_EVENTS, "_part"}};
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(types) + TD_ARRAY_LEN(more); i++) { /* in two forms */
+        const size_t again = i < TD_ARRAY_LEN(types) ? 0 : i - TD_ARRAY_LEN(types) + 1;
         char path[4096];
         td_str_t bytes = {0};
         td_msg_t msg;
         FILE *file = NULL;
-        sample(again ? TD_MSG_STORE_MANIFEST : types[i], &msg);
-        if (again) {
+        sample(again > 0 ? more[again - 1].type : types[i], &msg);
+        if (again == 1) {
             msg.u.blocks.how = TD_MSG_MANIFEST_MEMORY;
             msg.u.blocks.pins = pins;
             msg.u.blocks.is_last = true;
+        } else if (again == 2) {
+            msg.u.kv_events.kind = TD_MSG_KV_PART;
+            msg.u.kv_events.run_count = 0;
+            msg.u.kv_events.snapshot = 3;
+            msg.u.kv_events.part = 1;
         }
         (void)snprintf(path, sizeof(path), "%s/type_%d%s", dir, (int)msg.type,
-                       again ? "_memory" : "");
+                       again > 0 ? more[again - 1].suffix : "");
         file = fopen(path, "wb");
         if (file == NULL || td_msg_encode(&msg, &bytes) != TD_OK ||
             fwrite(bytes.bytes, 1, bytes.len, file) != bytes.len || fclose(file) != 0) {

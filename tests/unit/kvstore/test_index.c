@@ -16,6 +16,7 @@
 
 typedef struct world {
     kvs_index_t *x;
+    td_kv_events_t *events;
     kvs_list_t order;
     uint64_t now;
 } world_t;
@@ -36,8 +37,29 @@ static int setup(void **state)
     policy.hot_hits = 4;
     w = (world_t){.order = KVS_LIST_EMPTY, .now = 1000 * TD_NS_PER_S};
     assert_int_equal(kvs_index_create(KEYS, &policy, &w.x), TD_OK);
+    assert_int_equal(td_kv_events_create(64, &w.events), TD_OK);
+    w.x->events = w.events;
     *state = &w;
     return 0;
+}
+
+/* I7: what events say can be read is what a walk finds. */
+static void check_events(const world_t *w)
+{
+    td_block_key_t keys[KEYS];
+    uint32_t cursor = 0;
+    uint32_t count = 0;
+    uint64_t digest = 0;
+
+    while (cursor != UINT32_MAX) {
+        count += kvs_index_walk(w->x, &cursor, 5, keys + count);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        digest ^= td_block_key_word(&keys[i]);
+    }
+    assert_int_equal(count, w->x->readable);
+    assert_int_equal(count, w->events->blocks);
+    assert_true(digest == w->events->digest);
 }
 
 /* Every replica is on one list, counts add up, keys and entries agree. */
@@ -70,6 +92,7 @@ static void check(world_t *w)
     assert_int_equal(entries, w->x->keys_max - w->x->free_entry_count);
     assert_int_equal(replicas, w->x->replicas_max - w->x->free_replica_count);
     assert_int_equal(readable, w->x->readable);
+    check_events(w);
     for (uint32_t s = 0; s < KVS_SEGMENTS_MAX; s++) {
         uint32_t used = 0;
         for (uint32_t pin = 0; w->x->shares[s].mounted && pin < KVS_PIN_KINDS; pin++) {
@@ -94,6 +117,7 @@ static int teardown(void **state)
     world_t *w = *state;
     check(w);
     kvs_index_destroy(w->x);
+    td_kv_events_destroy(w->events);
     return 0;
 }
 

@@ -445,6 +445,93 @@ static void test_msg_manifest_of_memory(void **state)
     }
 }
 
+/* Events of blocks: runs that add up, keys only where they belong. */
+static void test_msg_kv_events(void **state)
+{
+    static const td_block_key_t many[TD_MSG_KV_KEYS_MAX + 1];
+    static const uint32_t all[] = {TD_MSG_KV_KEYS_MAX};
+    static const uint32_t above[] = {TD_MSG_KV_KEYS_MAX + 1};
+    static const uint32_t went[] = {0, 3};
+    static const uint32_t mixed[] = {1, 1, 1};
+    static const uint32_t hollow[] = {1, 0, 2};
+    static const uint32_t short_of[] = {2};
+    static const uint32_t wraps[] = {UINT32_MAX, 4};
+    static const uint32_t empty[] = {0};
+    static const struct {
+        uint32_t kind;
+        uint64_t first;
+        uint32_t count;
+        uint32_t run_count;
+        const uint32_t *runs;
+        td_status_t status;
+    } cases[] = {
+        {TD_MSG_KV_CHANGES, 1, 3, 2, went, TD_OK},
+        {TD_MSG_KV_CHANGES, 1, 3, 3, mixed, TD_OK},
+        {TD_MSG_KV_CHANGES, 9, 0, 0, NULL, TD_OK},
+        {TD_MSG_KV_CHANGES, 9, TD_MSG_KV_KEYS_MAX, 1, all, TD_OK},
+        {TD_MSG_KV_CLEARED, 9, 0, 0, NULL, TD_OK},
+        {TD_MSG_KV_SNAPSHOT, 9, 0, 0, NULL, TD_OK},
+        {TD_MSG_KV_PART, 9, 3, 0, NULL, TD_OK},
+        {TD_MSG_KV_END, 9, 0, 0, NULL, TD_OK},
+        {TD_MSG_KV_CHANGES, 0, 3, 3, mixed, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_CHANGES, UINT64_MAX, 3, 3, mixed, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_CHANGES, 1, 3, 3, hollow, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_CHANGES, 1, 3, 1, short_of, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_CHANGES, 1, 3, 2, wraps, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_CHANGES, 1, 0, 1, empty, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_CHANGES, 1, TD_MSG_KV_KEYS_MAX + 1, 1, above, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_CLEARED, 1, 3, 0, NULL, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_PART, 1, 3, 3, mixed, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_PART, 1, 0, 0, NULL, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_END, 1, 3, 0, NULL, TD_ERR_PROTOCOL},
+        {TD_MSG_KV_END + 1, 1, 0, 0, NULL, TD_ERR_PROTOCOL},
+    };
+    (void)state;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(cases); i++) {
+        td_msg_t msg = {.type = TD_MSG_KV_EVENTS, .sender_id = "x"};
+        td_msg_arena_t *arena = NULL;
+        td_str_t bytes = {0};
+        td_msg_t out;
+        msg.u.kv_events = (td_msg_kv_events_t){.kind = cases[i].kind,
+                                               .first = cases[i].first,
+                                               .count = cases[i].count,
+                                               .keys = cases[i].count == 3 ? keys : many,
+                                               .run_count = cases[i].run_count,
+                                               .runs = cases[i].runs,
+                                               .snapshot = 4,
+                                               .part = 5,
+                                               .is_head = true,
+                                               .blocks = 6,
+                                               .digest = 7};
+        assert_int_equal(td_msg_encode(&msg, &bytes), TD_OK);
+        assert_int_equal(td_msg_decode(bytes.bytes, bytes.len, &out, &arena), cases[i].status);
+        if (cases[i].status == TD_OK) {
+            const td_msg_kv_events_t *m = &out.u.kv_events;
+            assert_true(m->kind == cases[i].kind && m->first == cases[i].first);
+            assert_true(m->count == cases[i].count && m->run_count == cases[i].run_count);
+            assert_true(m->count != 3 || memcmp(m->keys, keys, sizeof(keys)) == 0);
+            assert_true(m->run_count == 0 ||
+                        memcmp(m->runs, cases[i].runs, m->run_count * sizeof(*m->runs)) == 0);
+            assert_true(m->snapshot == 4 && m->part == 5 && m->is_head && m->blocks == 6 &&
+                        m->digest == 7);
+            td_msg_arena_free(arena);
+        }
+        td_str_fini(&bytes);
+    }
+}
+
+static void test_msg_kv_replay(void **state)
+{
+    td_msg_t msg = {.type = TD_MSG_KV_REPLAY, .u.kv_replay = {.from = 12}};
+    td_msg_arena_t *arena = NULL;
+    const td_msg_t got = roundtrip(&msg, &arena);
+    (void)state;
+
+    assert_int_equal(got.u.kv_replay.from, 12);
+    td_msg_arena_free(arena);
+}
+
 static void test_msg_decode_refuses_what_breaks_the_rules(void **state)
 {
     td_str_t bytes = {0};
@@ -572,6 +659,8 @@ int main(void)
         cmocka_unit_test(test_msg_end_tells_what_drafts_were_worth),
         cmocka_unit_test(test_msg_heartbeat_tells_costs),
         cmocka_unit_test(test_msg_memo_survives_the_wire),
+        cmocka_unit_test(test_msg_kv_events),
+        cmocka_unit_test(test_msg_kv_replay),
         cmocka_unit_test(test_msg_draft_history_survives_the_wire),
         cmocka_unit_test(test_msg_store_lists_survive_the_wire),
         cmocka_unit_test(test_msg_mount_and_manifest),
