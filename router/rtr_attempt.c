@@ -361,6 +361,31 @@ static void note_failover(rtr_tickets_t *ts, const rtr_ticket_t *t, uint32_t slo
     rtr_events_add(ts->config.events, RTR_EVENT_FAILOVER, node, t->req->request_id, what);
 }
 
+/* Can another node than this one, which has just failed, do its part? None of its role is live, if
+ * it was the only one and has died: then the ticket waits for one to come, as any other. */
+static bool has_other(const rtr_tickets_t *ts, const rtr_ticket_t *t, uint32_t culprit)
+{
+    const rtr_node_t *failed = rtr_registry_node(ts->config.registry, culprit);
+    const uint64_t now = td_now_ns();
+
+    for (uint32_t i = 0; failed->live && i < rtr_registry_slots(ts->config.registry); i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+        if (rtr_ticket_may_use(t, node, i, failed->role, false, now)) {
+            return true;
+        }
+    }
+    return !failed->live;
+}
+
+/* By chance up to half as long again, so that those that failed together do not come back so. */
+static void rest(rtr_ticket_t *t)
+{
+    const uint64_t ns = ((uint64_t)RTR_REST_MS << (t->failures - 1)) * TD_NS_PER_MS;
+
+    t->state = RTR_TICKET_RESTING;
+    t->rest_until_ns = td_now_ns() + ns + td_random_u64() % (ns / 2);
+}
+
 /* An attempt has failed. culprit: the slot to keep away from, or RTR_PLACE_NONE. */
 void rtr_attempt_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, uint32_t culprit,
                         const char *what)
@@ -395,6 +420,10 @@ void rtr_attempt_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, 
         note_failover(ts, t, culprit, what);
     }
     memset(&t->tried, 0, sizeof(t->tried));
+    if (culprit != RTR_PLACE_NONE && !has_other(ts, t, culprit)) {
+        rest(t);
+        return;
+    }
     rtr_attempt_begin(ts, t);
 }
 

@@ -285,6 +285,9 @@ static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
     } else if (t->in_queue && now >= t->queue_deadline_ns) {
         rtr_end_failed(ts, t->req, RTR_OUTCOME_REJECTED, 429, "queue_timeout",
                        "No room on the nodes came free in time. Try again later.");
+    } else if (t->state == RTR_TICKET_RESTING && now >= t->rest_until_ns) {
+        t->state = RTR_TICKET_PLACING;
+        rtr_attempt_begin(ts, t);
     } else if (t->state == RTR_TICKET_RESERVING && now >= t->reserve_deadline_ns) {
         uint32_t slot = t->decode.slot;
         uint32_t left = 0;

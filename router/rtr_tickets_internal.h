@@ -25,6 +25,7 @@
 typedef enum rtr_ticket_state {
     RTR_TICKET_PLACING = 0, /* inside a call only */
     RTR_TICKET_QUEUED,      /* waits for room */
+    RTR_TICKET_RESTING,     /* waits a moment before it asks the node again that has just failed */
     RTR_TICKET_RESERVING,   /* the decode node was asked */
     RTR_TICKET_RUNNING      /* the prefill node was started */
 } rtr_ticket_state_t;
@@ -67,6 +68,7 @@ struct rtr_ticket {
     uint32_t decoding;    /* choices that are counted there as giving tokens */
     uint64_t start_ns;
     uint64_t reserve_deadline_ns;
+    uint64_t rest_until_ns;
     uint64_t queue_deadline_ns;
     rtr_ticket_t *chain;
     TAILQ_ENTRY(rtr_ticket) queue_link;

@@ -1,4 +1,5 @@
-/* A node's membership against routers played by the test: each is a bus of its own in this process. */
+/* A node's membership against routers played by the test: each is a bus of its own in this process.
+ */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -100,11 +101,8 @@ static td_member_router_t router_of(const fixture_t *fx, uint32_t i)
 static int setup(void **state)
 {
     static fixture_t fx;
-    const td_member_events_t events = {.ctx = &fx,
-                                       .peer_up = on_up,
-                                       .peer_down = on_down,
-                                       .fenced = on_fenced,
-                                       .share = on_share};
+    const td_member_events_t events = {
+        .ctx = &fx, .peer_up = on_up, .peer_down = on_down, .fenced = on_fenced, .share = on_share};
     td_msg_register_t self = {.self = {.id = "n", .role = TD_ROLE_DECODE, .endpoint = "tcp://x:1"},
                               .http = "",
                               .numerics_class = "c",
@@ -233,9 +231,15 @@ static void settle(fixture_t *fx)
 
 static void test_member_reads_lists_of_routers(void **state)
 {
-    static const char *const wrong[] = {"",         ",",        "a=",      "=tcp://x:1",
-                                        "a=t,a=u",  "a=t,",     "t,u",     "a=t,b=u,c=v,d=w,e=x,"
-                                                                           "f=y,g=z,h=1,i=2"};
+    static const char *const wrong[] = {"",
+                                        ",",
+                                        "a=",
+                                        "=tcp://x:1",
+                                        "a=t,a=u",
+                                        "a=t,",
+                                        "t,u",
+                                        "a=t,b=u,c=v,d=w,e=x,"
+                                        "f=y,g=z,h=1,i=2"};
     td_member_router_t out[TD_ROUTERS_MAX];
     uint32_t count = 0;
     (void)state;
