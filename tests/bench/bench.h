@@ -15,6 +15,7 @@
 
 /** Subcommands: arguments from their own name on; they answer the exit code. */
 int bench_eval(int argc, char **argv);
+int bench_mock(int argc, char **argv);
 int bench_model(int argc, char **argv);
 int bench_handoff(int argc, char **argv);
 int bench_hot(int argc, char **argv);

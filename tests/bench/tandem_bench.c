@@ -18,6 +18,7 @@ static const struct {
     {"handoff", bench_handoff, "what splitting prefill and decode costs until the first token"},
     {"hot", bench_hot, "replicas of hot prefixes, and the busiest segment of a store"},
     {"kv", bench_kv, "prefix cache and block tables alone"},
+    {"mock", bench_mock, "nodes that compute nothing, hundreds of them, at a real router"},
     {"model", bench_model, "speed of the forward pass"},
     {"router", bench_router, "the router's index of blocks alone"},
     {"serve", bench_serve, "conversations with an OpenAI-compatible server"},
