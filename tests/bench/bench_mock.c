@@ -1,7 +1,8 @@
 /* tandem-bench mock - many prefill and decode nodes that compute nothing, at a real router.
  *
- * For what the router alone can do: each node registers, sends heartbeats, and answers RESERVE, START
- * and CANCEL as a real one does, at once or after given times, with tokens of the model's vocabulary. */
+ * For what the router alone can do: each node registers, sends heartbeats, and answers RESERVE,
+ * START and CANCEL as a real one does, at once or after given times, with tokens of the model's
+ * vocabulary. */
 #include <signal.h>
 #include <sodium.h>
 #include <stdio.h>
@@ -45,8 +46,10 @@ static void print_help(void)
         "Usage: tandem-bench mock --router ENDPOINT --model FILE [options]\n"
         "\n"
         "Registers prefill and decode nodes that compute nothing at a running tandem-router, and\n"
-        "plays all of them in one process until SIGINT or SIGTERM: then they drain, and the counts\n"
-        "are printed; a second signal ends them at once. Tokens are words of the model's vocabulary,\n"
+        "plays all of them in one process until SIGINT or SIGTERM: then they drain, and the "
+        "counts\n"
+        "are printed; a second signal ends them at once. Tokens are words of the model's "
+        "vocabulary,\n"
         "drawn from prompt and seed; each answer has max_tokens of them. Log-probabilities are\n"
         "refused.\n"
         "\n"
@@ -59,7 +62,8 @@ static void print_help(void)
         "  --name TEXT             nodes are TEXT-p1, TEXT-p2... and TEXT-d1...; default mock\n"
         "  --ttft-us T             from START to the first token, default 0\n"
         "  --tbt-us T              between two messages of an answer, default 0\n"
-        "  --message-tokens N      tokens of a message, default 1: as from nodes that draft nothing\n"
+        "  --message-tokens N      tokens of a message, default 1: as from nodes that draft "
+        "nothing\n"
         "  --blocks N              of each node's KV pool, as it says; default 65536\n"
         "  --block-tokens N        default 16\n"
         "  --kv-codec C            " BENCH_CODEC_NAMES ", default f16\n"

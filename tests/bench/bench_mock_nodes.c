@@ -255,15 +255,15 @@ static bool send_tokens(bench_mock_t *m, mock_ticket_t *t, uint32_t choice)
     }
     t->given[choice] += count;
     m->counts.tokens += count;
-    msg.u.tokens = (td_msg_tokens_t){
-        .ticket = t->id,
-        .attempt = t->attempt,
-        .choice = choice,
-        .offset = offset,
-        .count = count,
-        .tokens = m->out_ids,
-        .text = {(const uint8_t *)m->out_text.bytes, m->out_text.len},
-        .finish = t->given[choice] == t->max_tokens ? TD_FINISH_LENGTH : TD_FINISH_NONE};
+    msg.u.tokens = (td_msg_tokens_t){.ticket = t->id,
+                                     .attempt = t->attempt,
+                                     .choice = choice,
+                                     .offset = offset,
+                                     .count = count,
+                                     .tokens = m->out_ids,
+                                     .text = {(const uint8_t *)m->out_text.bytes, m->out_text.len},
+                                     .finish = t->given[choice] == t->max_tokens ? TD_FINISH_LENGTH
+                                                                                 : TD_FINISH_NONE};
     return send(m, t->decode, &msg);
 }
 
@@ -335,7 +335,8 @@ static void describe(const bench_mock_t *m, mock_ticket_t *t, const td_msg_work_
     t->n = work->n;
     t->prompt_tokens = work->prompt_tokens;
     t->max_tokens = work->max_tokens;
-    t->blocks = (work->prompt_tokens + work->n * work->max_tokens) / m->config.block_tokens + work->n;
+    t->blocks =
+        (work->prompt_tokens + work->n * work->max_tokens) / m->config.block_tokens + work->n;
 }
 
 static td_status_t reserve(bench_mock_t *m, node_t *node, const td_msg_work_t *work)
@@ -348,7 +349,8 @@ static td_status_t reserve(bench_mock_t *m, node_t *node, const td_msg_work_t *w
         m->counts.unsupported++;
         return TD_ERR_UNSUPPORTED;
     }
-    if (t != NULL) { /* an earlier attempt of it: its Cancel is on its way to another of our nodes */
+    if (t !=
+        NULL) { /* an earlier attempt of it: its Cancel is on its way to another of our nodes */
         if (t->attempt >= work->attempt) {
             return TD_ERR_STALE;
         }
@@ -634,13 +636,13 @@ static void tick(bench_mock_t *m)
     m->counts.registered = 0;
     for (uint32_t i = 0; i < m->node_count; i++) {
         node_t *node = &m->nodes[i];
-        const td_msg_heartbeat_t load = {
-            .queued_requests = node->is_prefill ? node->tickets : 0,
-            .queued_tokens = node->is_prefill ? node->tokens : node->tickets,
-            .free_blocks = c->blocks - node->blocks,
-            .total_blocks = c->blocks,
-            .tokens_per_s = node->is_prefill ? PREFILL_TOKENS_S : 0,
-            .draining = m->draining};
+        const td_msg_heartbeat_t load = {.queued_requests = node->is_prefill ? node->tickets : 0,
+                                         .queued_tokens =
+                                             node->is_prefill ? node->tokens : node->tickets,
+                                         .free_blocks = c->blocks - node->blocks,
+                                         .total_blocks = c->blocks,
+                                         .tokens_per_s = node->is_prefill ? PREFILL_TOKENS_S : 0,
+                                         .draining = m->draining};
         /* The descriptor says that something came, not that something is left. */
         drain_messages(m, node);
         td_member_tick(node->member, &load);

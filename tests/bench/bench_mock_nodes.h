@@ -1,7 +1,7 @@
-/* bench_mock_nodes.h - prefill and decode nodes that compute nothing: they join a real router, speak
- * the real protocol over a bus each, and answer with tokens drawn from the prompt. One loop plays all
- * of them. What a hand-off moves stays inside this process, so no two nodes speak with each other, and
- * the lists of peers are only counted. Threads: owner. */
+/* bench_mock_nodes.h - prefill and decode nodes that compute nothing: they join a real router,
+ * speak the real protocol over a bus each, and answer with tokens drawn from the prompt. One loop
+ * plays all of them. What a hand-off moves stays inside this process, so no two nodes speak with
+ * each other, and the lists of peers are only counted. Threads: owner. */
 #pragma once
 
 #include <stdbool.h>
@@ -56,9 +56,9 @@ typedef struct bench_mock_counts {
 typedef struct bench_mock bench_mock_t;
 
 /** Opens the buses; the nodes register by and by, in bench_mock_turn().
- * Errors: as td_bus_create() and td_member_create(), TD_ERR_INVALID (no token of the vocabulary is a
- * word); what went wrong is logged.
- * Owner: the caller ends it with bench_mock_destroy(); the config's pointers are borrowed until then.
+ * Errors: as td_bus_create() and td_member_create(), TD_ERR_INVALID (no token of the vocabulary is
+ * a word); what went wrong is logged. Owner: the caller ends it with bench_mock_destroy(); the
+ * config's pointers are borrowed until then.
  */
 TD_MUST_CHECK td_status_t bench_mock_create(const bench_mock_config_t *config, bench_mock_t **out);
 void bench_mock_destroy(bench_mock_t *mock);
