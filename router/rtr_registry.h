@@ -37,8 +37,11 @@ typedef struct rtr_node {
     uint32_t context_max;
     uint32_t drafters; /* decode: bits of td_drafter_t that it offers; 0: it doesn't say */
     td_msg_heartbeat_t beat;
-    uint64_t seen_ns;       /* last heartbeat or registration */
-    uint64_t peers_version; /* of the list it was sent last */
+    uint64_t seen_ns;        /* last heartbeat or registration */
+    uint64_t next_lease_ns;  /* when it is told again that its tickets are good */
+    uint64_t peers_version;  /* of the list it was sent last; 0: none */
+    bool peer_changes;       /* it takes changes of a list alone */
+    uint64_t listed_version; /* of the list when its entry last changed */
     /* Load, counted by rtr_tickets alone. */
     rtr_backlog_t backlog; /* prefill */
     rtr_work_t others;     /* prefill: for other routers, as it last said */
@@ -82,8 +85,11 @@ TD_MUST_CHECK td_status_t rtr_registry_create(const rtr_registry_config_t *confi
 void rtr_registry_destroy(rtr_registry_t *reg);
 /** True when the message was for the registry. */
 bool rtr_registry_handle(rtr_registry_t *reg, const td_msg_t *msg);
-/** Declares the silent dead, renews leases, sends peers lists that are due. */
-void rtr_registry_tick(rtr_registry_t *reg);
+/** Declares the silent dead, renews leases, sends peers lists that are due. True: more of them are
+ * due, so the next tick should come at once. */
+bool rtr_registry_tick(rtr_registry_t *reg);
+/** Before work is sent to a node: it knows by now whom the work names. */
+void rtr_registry_tell(rtr_registry_t *reg, uint32_t slot);
 /** Slots [0, rtr_registry_slots()) may be known. Never NULL. */
 rtr_node_t *rtr_registry_node(rtr_registry_t *reg, uint32_t slot);
 uint32_t rtr_registry_slots(const rtr_registry_t *reg);

@@ -170,6 +170,7 @@ static td_status_t encode_register(const td_msg_t *msg, PB(Envelope) * env, td_s
     pb.version = pb_text(m->version);
     pb.drafters = m->drafters;
     pb.ticket_epoch = m->ticket_epoch;
+    pb.peer_changes = m->peer_changes;
     env->body_case = TANDEM__V1__ENVELOPE__BODY_REGISTER;
     env->register_ = &pb;
     return pack(msg, env, out);
@@ -207,6 +208,9 @@ static td_status_t encode_peers(const td_msg_t *msg, PB(Envelope) * env, td_str_
         pb.version = m->version;
         pb.peers = list;
         pb.n_peers = m->count;
+        pb.since = m->since;
+        pb.gone = UNCONST(char *, m->gone);
+        pb.n_gone = m->gone_count;
         env->body_case = TANDEM__V1__ENVELOPE__BODY_PEERS;
         env->peers = &pb;
         status = pack(msg, env, out);
@@ -858,6 +862,7 @@ static td_status_t read_register(const PB(Register) * pb, td_msg_register_t *m)
     m->version = pb->version;
     m->drafters = pb->drafters;
     m->ticket_epoch = pb->ticket_epoch;
+    m->peer_changes = pb->peer_changes;
     return TD_OK;
 }
 
@@ -895,7 +900,12 @@ static td_status_t read_peers(const PB(Peers) * pb, td_msg_peers_t *m, td_msg_ar
 {
     td_msg_peer_t *peers = NULL;
 
-    MUST(pb->n_peers <= TD_MSG_PEERS_MAX, "too many peers");
+    MUST(pb->n_peers <= TD_MSG_PEERS_MAX && pb->n_gone <= TD_MSG_PEERS_MAX, "too many peers");
+    MUST(pb->since != 0 || pb->n_gone == 0, "peers gone of a whole list");
+    MUST(pb->since <= pb->version, "changes since a later version");
+    for (size_t i = 0; i < pb->n_gone; i++) {
+        MUST(id_ok(pb->gone[i]), "id too long or unprintable");
+    }
     peers = td_calloc(pb->n_peers, sizeof(*peers));
     if (peers == NULL) {
         return TD_ERR_NO_MEMORY;
@@ -905,8 +915,11 @@ static td_status_t read_peers(const PB(Peers) * pb, td_msg_peers_t *m, td_msg_ar
         TD_TRY(read_peer(pb->peers[i], &peers[i]));
     }
     m->version = pb->version;
+    m->since = pb->since;
     m->count = (uint32_t)pb->n_peers;
     m->peers = peers;
+    m->gone_count = (uint32_t)pb->n_gone;
+    m->gone = (const char *const *)pb->gone;
     return TD_OK;
 }
 

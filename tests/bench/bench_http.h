@@ -1,5 +1,6 @@
 /* bench_http.h - just as much of HTTP/1.1 as a load generator and an instant back end need: whole
- * messages are found in a buffer, nothing else of them is looked at. Threads: any (plain values). */
+ * messages are found in a buffer, nothing else of them is looked at. Threads: any (plain values).
+ */
 #pragma once
 
 #include <stdbool.h>

@@ -1,6 +1,6 @@
-/* tandem-bench instant - an OpenAI-compatible back end that answers at once, with the same bytes: for
- * what a router in front of it costs. It looks at a request's path and for "stream":true, no more. One
- * thread, one epoll. */
+/* tandem-bench instant - an OpenAI-compatible back end that answers at once, with the same bytes:
+ * for what a router in front of it costs. It looks at a request's path and for "stream":true, no
+ * more. One thread, one epoll. */
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
@@ -49,33 +49,34 @@ static void on_signal(int number)
 
 static void print_help(void)
 {
-    (void)puts("Usage: tandem-bench instant [options]\n"
-               "\n"
-               "Answers /v1/chat/completions at once, whole or as events, until it is stopped. Its\n"
-               "address is printed when it listens.\n"
-               "\n"
-               "Options:\n"
-               "  --port N    of 127.0.0.1, default 0: any\n"
-               "  --tokens N  of an answer, an event each, default 16\n"
-               "  --help      this text");
+    (void)puts(
+        "Usage: tandem-bench instant [options]\n"
+        "\n"
+        "Answers /v1/chat/completions at once, whole or as events, until it is stopped. Its\n"
+        "address is printed when it listens.\n"
+        "\n"
+        "Options:\n"
+        "  --port N    of 127.0.0.1, default 0: any\n"
+        "  --tokens N  of an answer, an event each, default 16\n"
+        "  --help      this text");
 }
 
 /* --- the answers ------------------------------------------------------------------------------ */
 
 static td_status_t with_head(const char *type, const td_str_t *body, td_str_t *out)
 {
-    TD_TRY(td_str_printf(out,
-                         "HTTP/1.1 200 OK\r\nContent-Type: %s\r\nContent-Length: %zu\r\n\r\n", type,
-                         body->len));
+    TD_TRY(td_str_printf(out, "HTTP/1.1 200 OK\r\nContent-Type: %s\r\nContent-Length: %zu\r\n\r\n",
+                         type, body->len));
     return td_str_append(out, body->bytes, body->len);
 }
 
 static td_status_t write_whole(instant_t *s, td_str_t *body)
 {
     TD_TRY(td_str_append_text(
-        body, "{\"id\":\"chatcmpl-0123456789abcdef01234567\",\"object\":\"chat.completion\","
-              "\"created\":1700000000,\"model\":\"mock\",\"system_fingerprint\":\"fp_0\",\"choices\":"
-              "[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\""));
+        body,
+        "{\"id\":\"chatcmpl-0123456789abcdef01234567\",\"object\":\"chat.completion\","
+        "\"created\":1700000000,\"model\":\"mock\",\"system_fingerprint\":\"fp_0\",\"choices\":"
+        "[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\""));
     for (uint32_t i = 0; i < s->tokens; i++) {
         TD_TRY(td_str_append_text(body, " token"));
     }
@@ -188,8 +189,8 @@ static void push(instant_t *s, instant_conn_t *conn)
     bool wants_out = false;
 
     while (conn->sent < conn->out.len) {
-        const ssize_t n = send(conn->fd, conn->out.bytes + conn->sent, conn->out.len - conn->sent,
-                               MSG_NOSIGNAL);
+        const ssize_t n =
+            send(conn->fd, conn->out.bytes + conn->sent, conn->out.len - conn->sent, MSG_NOSIGNAL);
         if (n < 0) {
             break;
         }
@@ -271,8 +272,7 @@ int bench_instant(int argc, char **argv)
         {.name = "port", .kind = BENCH_NUMBER, .out = &s.port, .min = 0, .max = 65535},
         {.name = "tokens", .kind = BENCH_NUMBER, .out = &s.tokens, .min = 1, .max = 4096},
     };
-    int rc =
-        bench_parse_options(argc, argv, "instant", print_help, options, TD_ARRAY_LEN(options));
+    int rc = bench_parse_options(argc, argv, "instant", print_help, options, TD_ARRAY_LEN(options));
 
     if (rc != BENCH_EXIT_OK) {
         return rc < 0 ? BENCH_EXIT_OK : rc;

@@ -107,13 +107,21 @@ static int parse_options(int argc, char **argv, load_options_t *o)
          .min = 1,
          .max = CONNECTIONS_MAX},
         {.name = "seconds", .kind = BENCH_NUMBER, .out = &o->seconds, .min = 1, .max = 1000000},
-        {.name = "requests", .kind = BENCH_NUMBER, .out = &o->requests, .min = 0, .max = UINT32_MAX},
+        {.name = "requests",
+         .kind = BENCH_NUMBER,
+         .out = &o->requests,
+         .min = 0,
+         .max = UINT32_MAX},
         {.name = "prompt-tokens",
          .kind = BENCH_NUMBER,
          .out = &o->prompt_tokens,
          .min = 1,
          .max = 100000},
-        {.name = "max-tokens", .kind = BENCH_NUMBER, .out = &o->max_tokens, .min = 1, .max = 100000},
+        {.name = "max-tokens",
+         .kind = BENCH_NUMBER,
+         .out = &o->max_tokens,
+         .min = 1,
+         .max = 100000},
         {.name = "seed", .kind = BENCH_NUMBER, .out = &o->seed, .min = 0, .max = UINT32_MAX},
         {.name = "stream", .kind = BENCH_FLAG, .out = &o->stream},
         BENCH_JSON_OPTION(&o->json),
@@ -163,22 +171,24 @@ static td_status_t write_request(load_t *load, load_conn_t *conn)
     const char *text = json_string_value(json_object_get(message, "content"));
     td_str_t body = {0};
     td_status_t status =
-        text == NULL ? TD_ERR_NO_MEMORY
-                     : td_str_printf(&body,
-                                     "{%s%s%s\"messages\":[{\"role\":\"user\","
-                                     "\"content\":\"%s\"}],\"max_tokens\":%u,\"temperature\":0,"
-                                     "\"stream\":%s}",
-                                     o->model == NULL ? "" : "\"model\":\"",
-                                     o->model == NULL ? "" : o->model,
-                                     o->model == NULL ? "" : "\",", text, o->max_tokens, o->stream ? "true" : "false");
+        text == NULL
+            ? TD_ERR_NO_MEMORY
+            : td_str_printf(&body,
+                            "{%s%s%s\"messages\":[{\"role\":\"user\","
+                            "\"content\":\"%s\"}],\"max_tokens\":%u,\"temperature\":0,"
+                            "\"stream\":%s}",
+                            o->model == NULL ? "" : "\"model\":\"",
+                            o->model == NULL ? "" : o->model, o->model == NULL ? "" : "\",", text,
+                            o->max_tokens, o->stream ? "true" : "false");
     json_decref(message);
     td_str_clear(&conn->out);
     if (status == TD_OK) {
-        status = td_str_printf(&conn->out,
-                               "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\n"
-                               "Content-Type: application/json\r\n%s%s%sContent-Length: %zu\r\n\r\n",
-                               o->key == NULL ? "" : "Authorization: Bearer ",
-                               o->key == NULL ? "" : o->key, o->key == NULL ? "" : "\r\n", body.len);
+        status =
+            td_str_printf(&conn->out,
+                          "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\n"
+                          "Content-Type: application/json\r\n%s%s%sContent-Length: %zu\r\n\r\n",
+                          o->key == NULL ? "" : "Authorization: Bearer ",
+                          o->key == NULL ? "" : o->key, o->key == NULL ? "" : "\r\n", body.len);
     }
     if (status == TD_OK) {
         status = td_str_append(&conn->out, body.bytes, body.len);
@@ -190,8 +200,8 @@ static td_status_t write_request(load_t *load, load_conn_t *conn)
 static void push(load_t *load, load_conn_t *conn)
 {
     while (conn->sent < conn->out.len) {
-        ssize_t n = send(conn->fd, conn->out.bytes + conn->sent, conn->out.len - conn->sent,
-                         MSG_NOSIGNAL);
+        ssize_t n =
+            send(conn->fd, conn->out.bytes + conn->sent, conn->out.len - conn->sent, MSG_NOSIGNAL);
         if (n < 0) {
             break; /* a broken connection is seen by the next read */
         }
@@ -366,11 +376,9 @@ static void report(load_t *load)
 
 int bench_load(int argc, char **argv)
 {
-    static load_t load = {.options = {.connections = 64,
-                                      .seconds = 5,
-                                      .prompt_tokens = 80,
-                                      .max_tokens = 16,
-                                      .seed = 1}};
+    static load_t load = {
+        .options = {
+            .connections = 64, .seconds = 5, .prompt_tokens = 80, .max_tokens = 16, .seed = 1}};
     int rc = parse_options(argc, argv, &load.options);
 
     if (rc != BENCH_EXIT_OK) {

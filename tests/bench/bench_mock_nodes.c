@@ -37,6 +37,7 @@ typedef struct mock_ticket {
     ticket_state_t state;
     uint64_t id;
     uint32_t attempt;
+    uint32_t router;  /* index, whose ticket it is */
     uint32_t decode;  /* index of a node */
     uint32_t prefill; /* likewise; NONE: not started */
     uint64_t text;    /* what its tokens are drawn from: prompt and seed */
@@ -69,6 +70,8 @@ typedef struct word {
 
 struct bench_mock {
     bench_mock_config_t config;
+    td_member_router_t routers[TD_ROUTERS_MAX];
+    uint32_t router_count;
     td_bus_io_t *io;
     node_t *nodes; /* [node_count] */
     uint32_t node_count;
@@ -202,9 +205,9 @@ static void ticket_free(bench_mock_t *m, mock_ticket_t *t)
 /* --- what nodes send -------------------------------------------------------------------------- */
 
 /* False: it could not be sent. A real node's request ends there too. */
-static bool send(bench_mock_t *m, uint32_t node, td_msg_t *msg)
+static bool send(bench_mock_t *m, uint32_t router, uint32_t node, td_msg_t *msg)
 {
-    if (td_bus_send(m->nodes[node].bus, TD_ROUTER_ID, msg) != TD_OK) {
+    if (td_bus_send(m->nodes[node].bus, m->routers[router].id, msg) != TD_OK) {
         m->counts.unsent++;
         return false;
     }
@@ -219,7 +222,7 @@ static bool send_end(bench_mock_t *m, const mock_ticket_t *t, td_role_t leg)
     for (uint32_t c = 0; c < t->n; c++) {
         tokens += t->given[c];
     }
-    return send(m, leg == TD_ROLE_PREFILL ? t->prefill : t->decode,
+    return send(m, t->router, leg == TD_ROLE_PREFILL ? t->prefill : t->decode,
                 &(td_msg_t){.type = TD_MSG_END,
                             .u.end = {.ticket = t->id,
                                       .attempt = t->attempt,
@@ -264,7 +267,7 @@ static bool send_tokens(bench_mock_t *m, mock_ticket_t *t, uint32_t choice)
                                      .text = {(const uint8_t *)m->out_text.bytes, m->out_text.len},
                                      .finish = t->given[choice] == t->max_tokens ? TD_FINISH_LENGTH
                                                                                  : TD_FINISH_NONE};
-    return send(m, t->decode, &msg);
+    return send(m, t->router, t->decode, &msg);
 }
 
 /* A step: a message for each choice that has not ended. False: the ticket has ended. */
@@ -339,7 +342,8 @@ static void describe(const bench_mock_t *m, mock_ticket_t *t, const td_msg_work_
         (work->prompt_tokens + work->n * work->max_tokens) / m->config.block_tokens + work->n;
 }
 
-static td_status_t reserve(bench_mock_t *m, node_t *node, const td_msg_work_t *work)
+static td_status_t reserve(bench_mock_t *m, uint32_t router, node_t *node,
+                           const td_msg_work_t *work)
 {
     mock_ticket_t *t = ticket_find(m, work->ticket);
     mock_ticket_t wanted = {.state = TICKET_FREE};
@@ -369,6 +373,7 @@ static td_status_t reserve(bench_mock_t *m, node_t *node, const td_msg_work_t *w
     describe(m, t, work);
     t->state = TICKET_RESERVED;
     t->attempt = work->attempt;
+    t->router = router;
     t->decode = node->index;
     t->prefill = NONE;
     take_given(m, t, work);
@@ -377,15 +382,16 @@ static td_status_t reserve(bench_mock_t *m, node_t *node, const td_msg_work_t *w
     return TD_OK;
 }
 
-static void handle_reserve(bench_mock_t *m, node_t *node, const td_msg_work_t *work)
+static void handle_reserve(bench_mock_t *m, uint32_t router, node_t *node,
+                           const td_msg_work_t *work)
 {
     td_msg_t answer = {.type = TD_MSG_RESERVED,
                        .u.reserved = {.ticket = work->ticket, .attempt = work->attempt}};
     mock_ticket_t *t = NULL;
 
     m->counts.reserves++;
-    answer.u.reserved.status = reserve(m, node, work);
-    if (!send(m, node->index, &answer) && answer.u.reserved.status == TD_OK) {
+    answer.u.reserved.status = reserve(m, router, node, work);
+    if (!send(m, router, node->index, &answer) && answer.u.reserved.status == TD_OK) {
         t = ticket_find(m, work->ticket);
         ticket_free(m, t);
     }
@@ -423,10 +429,23 @@ static void handle_cancel(bench_mock_t *m, const td_msg_ticket_t *cancel)
     }
 }
 
+/* NONE: it is none. */
+static uint32_t router_of(const bench_mock_t *m, const char *id)
+{
+    for (uint32_t i = 0; i < m->router_count; i++) {
+        if (strcmp(m->routers[i].id, id) == 0) {
+            return i;
+        }
+    }
+    return NONE;
+}
+
 static void handle(bench_mock_t *m, node_t *node, const td_msg_t *msg)
 {
+    const uint32_t router = router_of(m, msg->sender_id);
+
     m->counts.messages_in++;
-    if (strcmp(msg->sender_id, TD_ROUTER_ID) != 0) {
+    if (router == NONE) {
         m->counts.stray++;
     } else if (msg->type == TD_MSG_PEERS) {
         m->counts.peers_messages++; /* not for the member: it would connect to all of them */
@@ -434,7 +453,7 @@ static void handle(bench_mock_t *m, node_t *node, const td_msg_t *msg)
     } else if (td_member_handle(node->member, msg)) {
         return;
     } else if (msg->type == TD_MSG_RESERVE && !node->is_prefill) {
-        handle_reserve(m, node, &msg->u.work);
+        handle_reserve(m, router, node, &msg->u.work);
     } else if (msg->type == TD_MSG_START && node->is_prefill) {
         handle_start(m, node, &msg->u.work);
     } else if (msg->type == TD_MSG_CANCEL) {
@@ -444,16 +463,18 @@ static void handle(bench_mock_t *m, node_t *node, const td_msg_t *msg)
     }
 }
 
-static void on_fenced(void *ctx, uint64_t incarnation)
+static void on_fenced(void *ctx, const char *router, uint64_t incarnation)
 {
     node_t *node = ctx;
     bench_mock_t *m = node->mock;
+    const uint32_t whose = router == NULL ? NONE : router_of(m, router);
     (void)incarnation;
 
-    m->counts.lives++;
+    m->counts.lives += router == NULL;
     for (uint32_t i = 0; i < BENCH_MOCK_TICKETS_MAX && node->tickets > 0; i++) {
         mock_ticket_t *t = &m->tickets[i];
-        if (t->state != TICKET_FREE && (t->decode == node->index || t->prefill == node->index)) {
+        if (t->state != TICKET_FREE && (router == NULL || t->router == whose) &&
+            (t->decode == node->index || t->prefill == node->index)) {
             m->counts.expired++;
             ticket_free(m, t);
         }
@@ -573,13 +594,17 @@ td_status_t bench_mock_create(const bench_mock_config_t *config, bench_mock_t **
     m->config = *config;
     m->epoll_fd = -1;
     m->extra_fd = -1;
-    status = open_tables(m);
+    status = td_member_routers_parse(config->router, m->routers, &m->router_count);
+    if (status == TD_OK) {
+        status = open_tables(m);
+    }
     if (status == TD_OK) {
         status = find_words(m);
     }
-    if (status == TD_OK) { /* each node has two sockets: one to hear, one to the router */
-        status = td_bus_io_create(config->io_threads, 2 * (config->prefills + config->decodes) + 8,
-                                  &m->io);
+    if (status == TD_OK) { /* of each node one to hear, and one to each router */
+        status =
+            td_bus_io_create(config->io_threads,
+                             (1 + m->router_count) * (config->prefills + config->decodes), &m->io);
     }
     if (status == TD_OK) {
         status = open_nodes(m);
@@ -647,7 +672,7 @@ static void tick(bench_mock_t *m)
         drain_messages(m, node);
         td_member_tick(node->member, &load);
         td_bus_flush(node->bus);
-        m->counts.registered += td_member_is_registered(node->member);
+        m->counts.registered += td_member_registered(node->member) == m->router_count;
     }
 }
 

@@ -15,7 +15,7 @@
 #define BENCH_MOCK_TICKETS_MAX 65536u /* under way on all nodes; past it a reserve gets BUSY */
 
 typedef struct bench_mock_config {
-    const char *router; /* endpoint of its bus */
+    const char *router; /* as td_member_routers_parse() reads it */
     const char *name;   /* nodes are NAME-p1..., NAME-d1... */
     const uint8_t *secret;
     const uint8_t *fingerprint; /* [32], of the model */
@@ -33,7 +33,7 @@ typedef struct bench_mock_config {
 } bench_mock_config_t;
 
 typedef struct bench_mock_counts {
-    uint32_t registered; /* nodes, now */
+    uint32_t registered; /* nodes that all routers know, now */
     uint32_t under_way;  /* tickets, now */
     uint64_t reserves;
     uint64_t busy; /* of them, those that were refused */
