@@ -32,8 +32,9 @@ struct rtr_registry {
     rtr_registry_config_t config;
     rtr_node_t nodes[RTR_SLOTS_MAX];
     uint32_t slots;
-    td_names_t names;       /* of known nodes, to their slots */
-    uint64_t peers_version; /* counts changes of the list */
+    uint8_t roles[RTR_SLOTS_MAX]; /* td_role_t of live nodes */
+    td_names_t names;             /* of known nodes, to their slots */
+    uint64_t peers_version;       /* counts changes of the list */
     uint64_t
         forgotten_version; /* who has an older list gets a whole one: a slot has another node */
     uint32_t master_slot;  /* as it is listed; RTR_PLACE_NONE: none */
@@ -99,6 +100,11 @@ uint32_t rtr_registry_slot(const rtr_registry_t *reg, const rtr_node_t *node)
     return (uint32_t)(node - reg->nodes);
 }
 
+const uint8_t *rtr_registry_roles(const rtr_registry_t *reg)
+{
+    return reg->roles;
+}
+
 uint32_t rtr_registry_slots(const rtr_registry_t *reg)
 {
     return reg->slots;
@@ -142,11 +148,11 @@ static void count_live(rtr_registry_t *reg)
     uint32_t live[TD_ROLE_KVSTORE + 1] = {0};
 
     for (uint32_t i = 0; i < reg->slots; i++) {
-        if (reg->nodes[i].live) {
-            live[reg->nodes[i].role]++;
-        }
+        const rtr_node_t *node = &reg->nodes[i];
+        reg->roles[i] = (uint8_t)(node->live ? node->role : TD_ROLE_NONE);
+        live[reg->roles[i]]++;
     }
-    for (uint32_t r = 0; r <= TD_ROLE_KVSTORE; r++) {
+    for (uint32_t r = TD_ROLE_ROUTER; r <= TD_ROLE_KVSTORE; r++) {
         atomic_store_explicit(&reg->live[r], live[r], memory_order_relaxed);
     }
     td_metric_set(reg->config.metrics->nodes_prefill, live[TD_ROLE_PREFILL]);

@@ -95,6 +95,9 @@ rtr_node_t *rtr_registry_node(rtr_registry_t *reg, uint32_t slot);
 uint32_t rtr_registry_slots(const rtr_registry_t *reg);
 /** Of a node that the registry has given. */
 uint32_t rtr_registry_slot(const rtr_registry_t *reg, const rtr_node_t *node);
+/** Roles of live nodes by slot, TD_ROLE_NONE for all others: one look at a few cache lines says
+ * whom a decision is about. Shape: [rtr_registry_slots()]. */
+const uint8_t *rtr_registry_roles(const rtr_registry_t *reg);
 /** Its slot when that very life is live, else RTR_PLACE_NONE. */
 uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation);
 /** Of the store's live masters the one that is asked, or NULL. */

@@ -119,10 +119,16 @@ rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t)
 rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t,
                                                const rtr_place_ask_t *ask, bool also_avoided)
 {
-    uint32_t slots = rtr_registry_slots(ts->config.registry);
+    const uint8_t *roles = rtr_registry_roles(ts->config.registry);
+    const uint32_t slots = rtr_registry_slots(ts->config.registry);
 
     for (uint32_t i = 0; i < slots; i++) {
-        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+        const rtr_node_t *node = NULL;
+        if (roles[i] != TD_ROLE_PREFILL) {
+            ts->prefills[i].allowed = false;
+            continue;
+        }
+        node = rtr_registry_node(ts->config.registry, i);
         ts->prefills[i] = (rtr_prefill_view_t){
             .allowed = rtr_ticket_may_use(t, node, i, TD_ROLE_PREFILL, also_avoided, ask->now_ns),
             .match_tokens = ts->match[i] * ts->config.block_tokens,
@@ -138,10 +144,16 @@ rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_tick
 rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t,
                                              const rtr_place_ask_t *ask, bool also_avoided)
 {
-    uint32_t slots = rtr_registry_slots(ts->config.registry);
+    const uint8_t *roles = rtr_registry_roles(ts->config.registry);
+    const uint32_t slots = rtr_registry_slots(ts->config.registry);
 
     for (uint32_t i = 0; i < slots; i++) {
-        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+        const rtr_node_t *node = NULL;
+        if (roles[i] != TD_ROLE_DECODE) {
+            ts->decodes[i].allowed = false;
+            continue;
+        }
+        node = rtr_registry_node(ts->config.registry, i);
         ts->decodes[i] = (rtr_decode_view_t){
             .allowed = rtr_ticket_may_use(t, node, i, TD_ROLE_DECODE, also_avoided, ask->now_ns),
             .running = node->sequences + node->beat.other_requests,
