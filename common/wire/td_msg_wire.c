@@ -1516,11 +1516,11 @@ static void *arena_alloc(void *ctx, size_t bytes)
     const size_t need =
         (bytes + _Alignof(max_align_t) - 1) / _Alignof(max_align_t) * _Alignof(max_align_t);
 
-    if (bytes > arena->left) {
+    if (need > arena->left) {
         arena->too_large = true;
         return NULL;
     }
-    arena->left -= bytes;
+    arena->left -= need;
     if (piece == NULL || piece->cap - piece->used < need) {
         piece = arena_grow(arena, need);
     }
