@@ -24,6 +24,22 @@ void rtr_tickets_root(const rtr_tickets_t *ts, const void *salt, size_t salt_len
     td_block_root_make(ts->config.secret, &fields, out);
 }
 
+/* Most prompts have no salt: their root is made once for a class. */
+static void root_of(rtr_tickets_t *ts, const td_str_t *salt, td_block_root_t *out)
+{
+    const char *numerics = rtr_registry_numerics(ts->config.registry);
+
+    if (salt->len > 0) {
+        rtr_tickets_root(ts, salt->bytes, salt->len, out);
+        return;
+    }
+    if (numerics[0] == '\0' || strcmp(ts->root_numerics, numerics) != 0) {
+        rtr_tickets_root(ts, NULL, 0, &ts->root);
+        (void)snprintf(ts->root_numerics, sizeof(ts->root_numerics), "%s", numerics);
+    }
+    *out = ts->root;
+}
+
 void rtr_ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
     const rtr_prompt_t *prompt = rtr_ticket_prompt(t);
@@ -38,7 +54,7 @@ void rtr_ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
     if (t->keys == NULL) {
         return; /* only the index misses it */
     }
-    rtr_tickets_root(ts, salt->bytes, salt->len, &root);
+    root_of(ts, salt, &root);
     td_block_keys(&root, prompt->tokens, (size_t)count * ts->config.block_tokens,
                   ts->config.block_tokens, t->keys);
     t->key_count = count;

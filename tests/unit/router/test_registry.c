@@ -57,10 +57,8 @@ static td_status_t open_node(fixture_t *fx, uint32_t at)
     const td_member_events_t events = {.ctx = NULL};
     node_t *node = &fx->nodes[at];
     char id[8];
-    td_bus_config_t bus = {.bind = "tcp://127.0.0.1:*",
-                           .id = id,
-                           .incarnation = 100 + at,
-                           .secret = fx->secret};
+    td_bus_config_t bus = {
+        .bind = "tcp://127.0.0.1:*", .id = id, .incarnation = 100 + at, .secret = fx->secret};
     td_msg_register_t self = {.http = "",
                               .numerics_class = "test",
                               .kv_codec = "f16",
@@ -282,15 +280,15 @@ static void test_who_gets_work_is_told_first(void **state)
     } while (td_bus_recv(fx->bus, &msg, &arena) != TD_OK || !rtr_registry_handle(fx->reg, &msg) ||
              (td_msg_arena_free(arena), msg.type != TD_MSG_REGISTER));
     assert_true(rtr_registry_node(fx->reg, slot)->peers_version <
-                rtr_registry_node(fx->reg, rtr_registry_find(fx->reg, "n2",
-                                                             td_bus_incarnation(fx->nodes[2].bus)))
+                rtr_registry_node(
+                    fx->reg, rtr_registry_find(fx->reg, "n2", td_bus_incarnation(fx->nodes[2].bus)))
                     ->peers_version);
     rtr_registry_tell(fx->reg, slot);
-    assert_int_equal(rtr_registry_node(fx->reg, slot)->peers_version,
-                     rtr_registry_node(fx->reg, rtr_registry_find(fx->reg, "n2",
-                                                                  td_bus_incarnation(
-                                                                      fx->nodes[2].bus)))
-                         ->peers_version);
+    assert_int_equal(
+        rtr_registry_node(fx->reg, slot)->peers_version,
+        rtr_registry_node(fx->reg,
+                          rtr_registry_find(fx->reg, "n2", td_bus_incarnation(fx->nodes[2].bus)))
+            ->peers_version);
     spin_until_all_know_all(fx);
 }
 
