@@ -100,6 +100,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
     atomic_init(&loop->gone_marked, false);
     status = td_ring_create(RTR_INBOX_MAX, &loop->inbox);
     if (status == TD_OK) {
+        td_ring_wake_once(loop->inbox);
         status = rtr_index_create(RTR_INDEX_BLOCKS_DEFAULT, RTR_SLOTS_MAX, &loop->index);
     }
     if (status == TD_OK && config->admin_endpoint != NULL) { /* nobody else asks for them */

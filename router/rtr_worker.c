@@ -114,6 +114,7 @@ td_status_t rtr_workers_create(uint32_t count, const rtr_model_t *model, rtr_loo
         if (status != TD_OK) {
             goto err;
         }
+        td_ring_wake_once(w->ring);
         if (pthread_create(&w->thread, NULL, worker_main, w) != 0) {
             status = TD_ERR_BUSY;
             TD_LOG_ERROR("worker thread not started", "err=\"%m\"");
