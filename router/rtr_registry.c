@@ -32,12 +32,14 @@ struct rtr_registry {
     rtr_registry_config_t config;
     rtr_node_t nodes[RTR_SLOTS_MAX];
     uint32_t slots;
-    uint8_t roles[RTR_SLOTS_MAX]; /* td_role_t of live nodes */
-    td_names_t names;             /* of known nodes, to their slots */
-    uint64_t peers_version;       /* counts changes of the list */
+    uint32_t of_role[TD_ROLE_KVSTORE + 1][RTR_SLOTS_MAX]; /* slots of live nodes */
+    uint32_t role_counts[TD_ROLE_KVSTORE + 1];
+    td_names_t names;       /* of known nodes, to their slots */
+    uint64_t peers_version; /* counts changes of the list */
     uint64_t
         forgotten_version; /* who has an older list gets a whole one: a slot has another node */
     uint32_t master_slot;  /* as it is listed; RTR_PLACE_NONE: none */
+    uint64_t told_version; /* all that are live have this list */
     uint64_t next_peers_ns;
     uint32_t peers_turn; /* the slot that is looked at next for an old list */
     uint64_t next_scan_ns;
@@ -100,9 +102,10 @@ uint32_t rtr_registry_slot(const rtr_registry_t *reg, const rtr_node_t *node)
     return (uint32_t)(node - reg->nodes);
 }
 
-const uint8_t *rtr_registry_roles(const rtr_registry_t *reg)
+const uint32_t *rtr_registry_of_role(const rtr_registry_t *reg, td_role_t role, uint32_t *count_out)
 {
-    return reg->roles;
+    *count_out = reg->role_counts[role];
+    return reg->of_role[role];
 }
 
 uint32_t rtr_registry_slots(const rtr_registry_t *reg)
@@ -145,14 +148,16 @@ uint32_t rtr_registry_live(const rtr_registry_t *reg, td_role_t role)
 
 static void count_live(rtr_registry_t *reg)
 {
-    uint32_t live[TD_ROLE_KVSTORE + 1] = {0};
+    uint32_t *live = reg->role_counts;
 
+    memset(live, 0, sizeof(reg->role_counts));
     for (uint32_t i = 0; i < reg->slots; i++) {
         const rtr_node_t *node = &reg->nodes[i];
-        reg->roles[i] = (uint8_t)(node->live ? node->role : TD_ROLE_NONE);
-        live[reg->roles[i]]++;
+        if (node->live) {
+            reg->of_role[node->role][live[node->role]++] = i;
+        }
     }
-    for (uint32_t r = TD_ROLE_ROUTER; r <= TD_ROLE_KVSTORE; r++) {
+    for (uint32_t r = 0; r <= TD_ROLE_KVSTORE; r++) {
         atomic_store_explicit(&reg->live[r], live[r], memory_order_relaxed);
     }
     td_metric_set(reg->config.metrics->nodes_prefill, live[TD_ROLE_PREFILL]);
@@ -278,7 +283,7 @@ static bool send_lists(rtr_registry_t *reg, uint64_t now)
 {
     uint32_t sent = 0;
 
-    if (now < reg->next_peers_ns) {
+    if (reg->told_version == reg->peers_version || now < reg->next_peers_ns) {
         return false;
     }
     for (uint32_t i = 0; i < reg->slots; i++) {
@@ -292,8 +297,10 @@ static bool send_lists(rtr_registry_t *reg, uint64_t now)
         }
         reg->peers_turn = slot + 1;
     }
-    if (sent > 0) {
+    if (sent > 0) { /* whom it could not be sent to is found the next time */
         reg->next_peers_ns = now + PEERS_MS * TD_NS_PER_MS;
+    } else {
+        reg->told_version = reg->peers_version;
     }
     return false;
 }
