@@ -250,7 +250,8 @@ static bool refuse_by_slo(rtr_tickets_t *ts, const rtr_ticket_t *t,
     return true;
 }
 
-/* Chooses nodes and counts the attempt on them; begin_ns: when that began. False: it waits, or was refused and is gone. */
+/* Chooses nodes and counts the attempt on them; begin_ns: when that began. False: it waits, or was
+ * refused and is gone. */
 static bool place(rtr_tickets_t *ts, rtr_ticket_t *t, uint64_t begin_ns)
 {
     const rtr_place_ask_t ask = rtr_ticket_ask(ts, t);

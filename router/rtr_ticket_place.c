@@ -132,7 +132,18 @@ rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t)
     };
 }
 
-/* Views are those of the role's live nodes, in the registry's order. */
+/* Views are those of the role's live nodes, in the registry's order. RTR_PLACE_NONE: it has none.
+ */
+static uint32_t view_of(const uint32_t *slots, uint32_t count, uint32_t slot)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (slots[i] == slot) {
+            return i;
+        }
+    }
+    return RTR_PLACE_NONE;
+}
+
 rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t,
                                                const rtr_place_ask_t *ask, bool also_avoided)
 {
@@ -207,17 +218,22 @@ rtr_self_choice_t rtr_ticket_choose_self(rtr_tickets_t *ts, const rtr_ticket_t *
                                          const rtr_decode_choice_t *decode)
 {
     const uint32_t named = rtr_ticket_named_self(ts, t);
+    uint32_t count = 0;
+    const uint32_t *slots = rtr_registry_of_role(ts->config.registry, TD_ROLE_DECODE, &count);
+    const uint32_t view = view_of(slots, count, named);
+    rtr_self_choice_t choice = {.node = RTR_PLACE_NONE};
 
-    if (named != RTR_PLACE_NONE && ts->decodes[named].allowed) {
+    if (view != RTR_PLACE_NONE && ts->decodes[view].allowed) {
         return (rtr_self_choice_t){
             .node = named, .work = rtr_work_of(ask->prompt_tokens, 0, 0), .ttft_ns = -1};
     }
     if (rtr_ticket_pinned(t, TD_ROLE_PREFILL)[0] != '\0' || rtr_ticket_holds_for_echo(t) ||
         prefill->node == RTR_PLACE_NONE || decode->node == RTR_PLACE_NONE) {
-        return (rtr_self_choice_t){.node = RTR_PLACE_NONE};
+        return choice;
     }
-    return rtr_place_self(ask, ts->decodes, rtr_registry_slots(ts->config.registry), prefill,
-                          decode);
+    choice = rtr_place_self(ask, ts->decodes, count, prefill, decode);
+    choice.node = choice.node == RTR_PLACE_NONE ? RTR_PLACE_NONE : slots[choice.node];
+    return choice;
 }
 
 static void hold_decode(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t decode, uint64_t now)
@@ -285,16 +301,6 @@ static uint32_t list_allowed(const bool *first, size_t stride, uint32_t count, u
         }
     }
     return listed;
-}
-
-static uint32_t view_of(const uint32_t *slots, uint32_t count, uint32_t slot)
-{
-    uint32_t at = 0;
-
-    while (at + 1 < count && slots[at] != slot) {
-        at++;
-    }
-    return at;
 }
 
 static void trace_nodes(const rtr_tickets_t *ts, const rtr_place_ask_t *ask, const rtr_ticket_t *t,

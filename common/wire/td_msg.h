@@ -111,7 +111,7 @@ typedef struct td_msg_register {
     const char *version;
     uint64_t ticket_epoch; /* another than before: all tickets of this router are void; 0: none */
     uint32_t drafters;     /* decode: bits of td_drafter_t that it offers */
-    bool peer_changes; /* it takes lists of peers that hold changes alone */
+    bool peer_changes;     /* it takes lists of peers that hold changes alone */
 } td_msg_register_t;
 
 typedef struct td_msg_registered {

@@ -207,6 +207,7 @@ static void report(const bench_mock_t *mock, bool as_json)
     set_count(figures, "busy", c.busy);
     set_count(figures, "unsupported", c.unsupported);
     set_count(figures, "starts", c.starts);
+    set_count(figures, "selves", c.selves);
     set_count(figures, "ended", c.ended);
     set_count(figures, "cancelled", c.cancelled);
     set_count(figures, "expired", c.expired);

@@ -302,7 +302,7 @@ static void ticket_due(bench_mock_t *m, mock_ticket_t *t)
     }
     if (t->state == TICKET_PREFILL) {
         t->state = TICKET_DECODE;
-        if (!send_end(m, t, TD_ROLE_PREFILL)) {
+        if (t->prefill != NONE && !send_end(m, t, TD_ROLE_PREFILL)) {
             ticket_free(m, t);
             return;
         }
@@ -382,6 +382,18 @@ static td_status_t reserve(bench_mock_t *m, uint32_t router, node_t *node,
     return TD_OK;
 }
 
+/* What comes first is due after the time to the first token. */
+static void begin_prefill(bench_mock_t *m, mock_ticket_t *t)
+{
+    t->state = TICKET_PREFILL;
+    if (m->config.ttft_ns == 0) {
+        t->due_ns = td_now_ns();
+        ticket_due(m, t);
+    } else {
+        set_due(m, t, td_now_ns() + m->config.ttft_ns);
+    }
+}
+
 static void handle_reserve(bench_mock_t *m, uint32_t router, node_t *node,
                            const td_msg_work_t *work)
 {
@@ -391,9 +403,14 @@ static void handle_reserve(bench_mock_t *m, uint32_t router, node_t *node,
 
     m->counts.reserves++;
     answer.u.reserved.status = reserve(m, router, node, work);
-    if (!send(m, router, node->index, &answer) && answer.u.reserved.status == TD_OK) {
-        t = ticket_find(m, work->ticket);
-        ticket_free(m, t);
+    t = answer.u.reserved.status == TD_OK ? ticket_find(m, work->ticket) : NULL;
+    if (!send(m, router, node->index, &answer)) {
+        if (t != NULL) {
+            ticket_free(m, t);
+        }
+    } else if (t != NULL && work->self_prefill) {
+        m->counts.selves++;
+        begin_prefill(m, t);
     }
 }
 
@@ -406,16 +423,10 @@ static void handle_start(bench_mock_t *m, node_t *node, const td_msg_work_t *wor
         return;
     }
     m->counts.starts++;
-    t->state = TICKET_PREFILL;
     t->prefill = node->index;
     node->tickets++;
     node->tokens += t->prompt_tokens;
-    if (m->config.ttft_ns == 0) {
-        t->due_ns = td_now_ns();
-        ticket_due(m, t);
-    } else {
-        set_due(m, t, td_now_ns() + m->config.ttft_ns);
-    }
+    begin_prefill(m, t);
 }
 
 /* Both legs are told; the first that hears of it ends both. */

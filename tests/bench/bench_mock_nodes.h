@@ -39,6 +39,7 @@ typedef struct bench_mock_counts {
     uint64_t busy; /* of them, those that were refused */
     uint64_t unsupported;
     uint64_t starts;
+    uint64_t selves; /* prompts that the decode node was to compute itself: without a START */
     uint64_t ended;
     uint64_t cancelled;
     uint64_t expired; /* never started, or their nodes were fenced */
