@@ -428,6 +428,16 @@ td_status_t rtr_reply_string(const void *bytes, size_t len, td_str_t *out)
     return finish(&w, before);
 }
 
+td_status_t rtr_reply_chunk_head(const rtr_head_t *head, td_str_t *out)
+{
+    writer_t w = {.out = out};
+    size_t before = out->len;
+
+    puts_(&w, "data: ");
+    put_head(&w, head, true);
+    return finish(&w, before);
+}
+
 td_status_t rtr_reply_chunk(const rtr_head_t *head, uint32_t index, bool opened,
                             const rtr_piece_t *pieces, uint32_t piece_count, uint32_t *text_offset,
                             td_str_t *out)
@@ -435,8 +445,11 @@ td_status_t rtr_reply_chunk(const rtr_head_t *head, uint32_t index, bool opened,
     writer_t w = {.out = out};
     size_t before = out->len;
 
-    puts_(&w, "data: ");
-    put_head(&w, head, true);
+    if (head->chunk_head != NULL && head->chunk_head->len > 0) {
+        put(&w, head->chunk_head->bytes, head->chunk_head->len);
+    } else {
+        w.status = rtr_reply_chunk_head(head, out);
+    }
     put_choice(&w, head, index, true, opened, pieces, piece_count, text_offset);
     puts_(&w, head->usage_null ? "],\"usage\":null" : "]");
     if (head->tandem) {
