@@ -16,6 +16,7 @@ import urllib.request
 
 BACK_ENDS = 4  # of the peer; as many prefill and as many decode nodes of ours
 CONNECTIONS = 64
+SPLIT = ("--self-prefill-tokens", "0")  # every prompt goes to a prefill node: the longer way
 MANY = 1000  # nodes, for what placing takes
 START_S = 60
 PLACE = re.compile(r'^tandem_router_place_seconds_bucket\{le="([^"]+)"\} (\d+)$', re.MULTILINE)
@@ -59,7 +60,7 @@ def tandem(options, local_sh, prefill, decode, message_tokens, fail):
     """A router and its nodes; gives the router's address."""
     run_dir = os.path.join(options.out, "router-run")
     up = [local_sh, "up", "--dir", run_dir, "--bin", options.bin, "--model", options.model, "--port", "0",
-          "--prefill", "0", "--decode", "0", "--kvstore", "0"]
+          "--prefill", "0", "--decode", "0", "--kvstore", "0", "--", *SPLIT]
     log_path = os.path.join(options.out, "router-run.log")
     with open(log_path, "ab") as log:
         if subprocess.run(up, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode:
