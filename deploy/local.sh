@@ -10,7 +10,7 @@ usage: deploy/local.sh up [options] [-- ROUTER FLAGS...]
   --router N        routers [1], each with an API of its own; several find each other's nodes by an
                     etcd (--etcd)
   --prefill N       prefill nodes [1]
-  --decode N        decode nodes [1]
+  --decode N        decode nodes [1]; with 0 of both they join by themselves, e.g. tandem-bench mock
   --kvstore N       stores [1]; the first is master and segment, further ones are segments. With
                     --etcd the first three may be the master, and one of them is
   --etcd            start an etcd on loopback, its data below RUNDIR, and let it decide which of the
@@ -359,7 +359,7 @@ wait_serving() { # INDEX of a router
     local url="http://${https[$1]/0.0.0.0/127.0.0.1}/ready" code='' i
     while :; do
         code=$(curl -s --noproxy '*' -m 2 -o "$dir/ready.answer" -w '%{http_code}' "$url") || true
-        if [[ $code == 200 ]] && all_registered "$1"; then
+        if [[ $code == 200 || $((prefills + decodes)) -eq 0 ]] && all_registered "$1"; then
             break
         fi
         for i in "${!pids[@]}"; do
@@ -401,7 +401,8 @@ pick_threads() {
 check_setup() {
     local role
     [[ $routers -ge 1 ]] || fail 'at least one router is needed'
-    [[ $prefills -ge 1 && $decodes -ge 1 ]] || fail 'at least one prefill and one decode node are needed'
+    [[ $((prefills + decodes)) -eq 0 || ($prefills -ge 1 && $decodes -ge 1) ]] ||
+        fail 'at least one prefill and one decode node are needed, or none of both'
     [[ -z $draft_model || -f $draft_model ]] || fail "no draft model at $draft_model"
     [[ -f $model ]] || fail "no model at $model (make model fetches the quick start's)"
     for role in router prefill decode kvstore; do

@@ -119,8 +119,13 @@ static bool stream_piece(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t index,
     }
     pieces[count++] = *piece;
     td_str_clear(&ts->scratch);
-    status =
-        rtr_reply_chunk(&head, index, opened, pieces, count, &choice->text_offset, &ts->scratch);
+    if (req->chunk_head.len == 0) {
+        status = rtr_reply_chunk_head(&head, &req->chunk_head);
+    }
+    if (status == TD_OK) {
+        status = rtr_reply_chunk(&head, index, opened, pieces, count, &choice->text_offset,
+                                 &ts->scratch);
+    }
     if (status == TD_OK) {
         status = rtr_request_give(req, ts->scratch.bytes, ts->scratch.len);
     }

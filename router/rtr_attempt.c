@@ -155,6 +155,7 @@ td_status_t rtr_attempt_send(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_ty
 
     (void)snprintf(request_id, sizeof(request_id), "%.63s", t->req->request_id);
     msg.u.work.generated_count = type == TD_MSG_RESERVE ? list_generated(t, generated) : 0;
+    rtr_registry_tell(ts->config.registry, to->slot); /* whom it is to work with */
     return td_bus_send(ts->config.bus, rtr_registry_node(ts->config.registry, to->slot)->id, &msg);
 }
 
@@ -249,8 +250,9 @@ static bool refuse_by_slo(rtr_tickets_t *ts, const rtr_ticket_t *t,
     return true;
 }
 
-/* Chooses nodes and counts the attempt on them. False: it waits, or was refused and is gone. */
-static bool place(rtr_tickets_t *ts, rtr_ticket_t *t)
+/* Chooses nodes and counts the attempt on them; begin_ns: when that began. False: it waits, or was
+ * refused and is gone. */
+static bool place(rtr_tickets_t *ts, rtr_ticket_t *t, uint64_t begin_ns)
 {
     const rtr_place_ask_t ask = rtr_ticket_ask(ts, t);
     rtr_prefill_choice_t prefill = rtr_ticket_choose_prefill(ts, t, &ask, false);
@@ -264,6 +266,7 @@ static bool place(rtr_tickets_t *ts, rtr_ticket_t *t)
         decode = rtr_ticket_choose_decode(ts, t, &ask, true);
     }
     self = rtr_ticket_choose_self(ts, t, &ask, &prefill, &decode);
+    td_metric_observe_ns(ts->config.metrics->place_time, td_now_ns() - begin_ns);
     if (self.node != RTR_PLACE_NONE) {
         prefill.ttft_ns = self.ttft_ns;
     } else if (prefill.node == RTR_PLACE_NONE || decode.node == RTR_PLACE_NONE) {
@@ -286,13 +289,16 @@ static bool place(rtr_tickets_t *ts, rtr_ticket_t *t)
 
 void rtr_attempt_begin(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
+    uint64_t begin_ns = 0;
+
     rtr_ticket_hash(ts, t);
     t->need_blocks = count_need(ts, t);
+    begin_ns = td_now_ns();
     rtr_ticket_match(ts, t);
     if (rtr_attempt_refused(ts, t)) {
         return;
     }
-    while (place(ts, t)) {
+    while (place(ts, t, begin_ns)) {
         if (rtr_attempt_send(ts, t, TD_MSG_RESERVE, &t->decode, &t->prefill, 0) == TD_OK) {
             t->state = RTR_TICKET_RESERVING;
             t->reserve_deadline_ns = td_now_ns() + RTR_RESERVE_MS * TD_NS_PER_MS;
@@ -300,6 +306,7 @@ void rtr_attempt_begin(rtr_tickets_t *ts, rtr_ticket_t *t)
         }
         rtr_slot_add(&t->tried, t->decode.slot);
         rtr_attempt_end(ts, t, false);
+        begin_ns = td_now_ns();
     }
 }
 

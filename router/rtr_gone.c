@@ -10,8 +10,9 @@
 #define EVENTS_MAX 64
 
 typedef struct watch {
-    rtr_request_t *req; /* borrowed until unwatch; NULL = free */
+    rtr_request_t *req; /* borrowed until unwatch; NULL = none under way */
     int fd;
+    bool left;           /* the client has, between two requests or before the first */
     uint32_t generation; /* an event of an earlier use of the entry is told by it */
     uint32_t next_free;
 } watch_t;
@@ -64,7 +65,7 @@ void rtr_gone_destroy(rtr_gone_t *g)
     td_free(g);
 }
 
-td_status_t rtr_gone_watch(rtr_gone_t *g, int fd, rtr_request_t *req, uint32_t *slot_out)
+td_status_t rtr_gone_open(rtr_gone_t *g, int fd, uint32_t *slot_out)
 {
     struct epoll_event event = {.events = EPOLLRDHUP | EPOLLHUP | EPOLLERR | EPOLLONESHOT};
     td_status_t status = TD_ERR_BUSY;
@@ -78,9 +79,9 @@ td_status_t rtr_gone_watch(rtr_gone_t *g, int fd, rtr_request_t *req, uint32_t *
         status = TD_ERR_IO;
         if (epoll_ctl(g->epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0) {
             g->first_free = w->next_free;
-            w->req = req;
+            w->req = NULL;
             w->fd = fd;
-            g->watched++;
+            w->left = false;
             *slot_out = slot;
             status = TD_OK;
         }
@@ -92,16 +93,37 @@ td_status_t rtr_gone_watch(rtr_gone_t *g, int fd, rtr_request_t *req, uint32_t *
     return status;
 }
 
-void rtr_gone_unwatch(rtr_gone_t *g, uint32_t slot)
+void rtr_gone_close(rtr_gone_t *g, uint32_t slot)
 {
     watch_t *w = &g->watches[slot];
 
     (void)pthread_mutex_lock(&g->mu);
+    TD_ASSERT(w->req == NULL);
     (void)epoll_ctl(g->epoll_fd, EPOLL_CTL_DEL, w->fd, NULL);
-    w->req = NULL;
     w->generation++;
     w->next_free = g->first_free;
     g->first_free = slot;
+    (void)pthread_mutex_unlock(&g->mu);
+}
+
+void rtr_gone_watch(rtr_gone_t *g, uint32_t slot, rtr_request_t *req)
+{
+    watch_t *w = &g->watches[slot];
+
+    (void)pthread_mutex_lock(&g->mu);
+    TD_ASSERT(w->req == NULL);
+    w->req = req;
+    g->watched++;
+    if (w->left) {
+        rtr_request_mark_gone(req);
+    }
+    (void)pthread_mutex_unlock(&g->mu);
+}
+
+void rtr_gone_unwatch(rtr_gone_t *g, uint32_t slot)
+{
+    (void)pthread_mutex_lock(&g->mu);
+    g->watches[slot].req = NULL;
     g->watched--;
     (void)pthread_mutex_unlock(&g->mu);
 }
@@ -119,8 +141,12 @@ uint32_t rtr_gone_collect(rtr_gone_t *g)
 
     (void)pthread_mutex_lock(&g->mu);
     for (int i = 0; i < count; i++) {
-        const watch_t *w = &g->watches[(uint32_t)events[i].data.u64];
-        if (w->req != NULL && w->generation == (uint32_t)(events[i].data.u64 >> 32)) {
+        watch_t *w = &g->watches[(uint32_t)events[i].data.u64];
+        if (w->generation != (uint32_t)(events[i].data.u64 >> 32)) {
+            continue;
+        }
+        w->left = true; /* what it sent before it left is not answered either */
+        if (w->req != NULL) {
             rtr_request_mark_gone(w->req);
             marked++;
         }

@@ -14,9 +14,13 @@ typedef struct rtr_gone rtr_gone_t;
 /** Units: connections_max, watched at one time. Errors: TD_ERR_NO_MEMORY, TD_ERR_IO. */
 TD_MUST_CHECK td_status_t rtr_gone_create(uint32_t connections_max, rtr_gone_t **out);
 void rtr_gone_destroy(rtr_gone_t *gone);
-/** Watches until unwatch. Errors: TD_ERR_BUSY (table full), TD_ERR_IO. */
-TD_MUST_CHECK td_status_t rtr_gone_watch(rtr_gone_t *gone, int fd, rtr_request_t *req,
-                                         uint32_t *slot_out);
+/** A connection has begun: it is watched until it ends, whatever requests it brings.
+ * Errors: TD_ERR_BUSY (table full), TD_ERR_IO. */
+TD_MUST_CHECK td_status_t rtr_gone_open(rtr_gone_t *gone, int fd, uint32_t *slot_out);
+/** Before its descriptor is closed. */
+void rtr_gone_close(rtr_gone_t *gone, uint32_t slot);
+/** The connection's request, until unwatch; it is marked now if its client has left already. */
+void rtr_gone_watch(rtr_gone_t *gone, uint32_t slot, rtr_request_t *req);
 /** Before the connection gives its request up. */
 void rtr_gone_unwatch(rtr_gone_t *gone, uint32_t slot);
 /** Readable when somebody has left. */

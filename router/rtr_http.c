@@ -362,15 +362,26 @@ static bool is_generation(rtr_kind_t kind)
     return kind == RTR_KIND_CHAT || kind == RTR_KIND_COMPLETION;
 }
 
-static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
+/* MHD's context of a connection is its slot of the watch table, counted from 1. */
+static bool watch_slot_of(const conn_t *conn, uint32_t *slot_out)
 {
     const union MHD_ConnectionInfo *info =
-        MHD_get_connection_info(conn->mhd, MHD_CONNECTION_INFO_CONNECTION_FD);
+        MHD_get_connection_info(conn->mhd, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+
+    if (info == NULL || info->socket_context == NULL) {
+        return false;
+    }
+    *slot_out = (uint32_t)((uintptr_t)info->socket_context - 1);
+    return true;
+}
+
+static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
+{
     rtr_metrics_t *metrics = is_generation(route->kind) ? conn->http->config.metrics : NULL;
     rtr_request_t *req = NULL;
     rtr_error_t error;
 
-    if (info == NULL || rtr_request_create(route->kind, metrics, &req) != TD_OK) {
+    if (rtr_request_create(route->kind, metrics, &req) != TD_OK) {
         return MHD_NO;
     }
     conn->req = req;
@@ -395,13 +406,13 @@ static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
         rtr_request_fail(req, RTR_OUTCOME_BAD_REQUEST, &error, 0);
         return answer_or_suspend(conn);
     }
-    if (rtr_gone_watch(conn->http->config.gone, info->connect_fd, req, &conn->watch_slot) !=
-        TD_OK) {
+    if (!watch_slot_of(conn, &conn->watch_slot)) {
         rtr_error_set(&error, 503, "too_many_connections", NULL, "Too many connections.");
         rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, 1);
         return answer_or_suspend(conn);
     }
     conn->watched = true;
+    rtr_gone_watch(conn->http->config.gone, conn->watch_slot, req);
     if (rtr_workers_submit(conn->http->config.workers, rtr_request_ref(req)) != TD_OK) {
         rtr_error_set(&error, 429, "too_many_requests", NULL,
                       "The server has too many requests under way. Try again later.");
@@ -526,6 +537,24 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **st
     td_free(conn);
 }
 
+/* One that finds no room in the table is told when it brings a request. */
+static void on_connection(void *cls, struct MHD_Connection *connection, void **context,
+                          enum MHD_ConnectionNotificationCode code)
+{
+    const rtr_http_t *http = cls;
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    uint32_t slot = 0;
+
+    if (code == MHD_CONNECTION_NOTIFY_STARTED && info != NULL &&
+        rtr_gone_open(http->config.gone, info->connect_fd, &slot) == TD_OK) {
+        *context = (void *)((uintptr_t)slot + 1);
+    } else if (code == MHD_CONNECTION_NOTIFY_CLOSED && *context != NULL) {
+        rtr_gone_close(http->config.gone, (uint32_t)((uintptr_t)*context - 1));
+        *context = NULL;
+    }
+}
+
 td_status_t rtr_http_create(const rtr_http_config_t *config, rtr_http_t **out)
 {
     rtr_http_t *http = NULL;
@@ -550,7 +579,8 @@ td_status_t rtr_http_create(const rtr_http_config_t *config, rtr_http_t **out)
         MHD_OPTION_SOCK_ADDR, &addr, MHD_OPTION_CONNECTION_LIMIT, config->connections_max,
         MHD_OPTION_CONNECTION_TIMEOUT, IDLE_TIMEOUT_S, MHD_OPTION_CONNECTION_MEMORY_LIMIT,
         (size_t)CONNECTION_BYTES, MHD_OPTION_NOTIFY_COMPLETED, on_completed, http,
-        MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u, MHD_OPTION_END);
+        MHD_OPTION_NOTIFY_CONNECTION, on_connection, http, MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u,
+        MHD_OPTION_END);
     if (http->daemon == NULL) {
         TD_LOG_ERROR("http port cannot be opened", "listen=%s err=\"%m\"", config->listen);
         td_free(http);

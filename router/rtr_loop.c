@@ -24,6 +24,7 @@ struct rtr_loop {
     rtr_trace_t *trace;
     rtr_admin_t *admin;      /* NULL: there is none */
     bool admin_waits;        /* its step was full: the next one comes at once */
+    bool registry_waits;     /* likewise: lists of peers */
     atomic_bool gone_marked; /* release: a request's mark precedes it; acquire: the loop looks */
 };
 
@@ -99,6 +100,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
     atomic_init(&loop->gone_marked, false);
     status = td_ring_create(RTR_INBOX_MAX, &loop->inbox);
     if (status == TD_OK) {
+        td_ring_wake_once(loop->inbox);
         status = rtr_index_create(RTR_INDEX_BLOCKS_DEFAULT, RTR_SLOTS_MAX, &loop->index);
     }
     if (status == TD_OK && config->admin_endpoint != NULL) { /* nobody else asks for them */
@@ -234,7 +236,8 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
     if (rtr_tickets_running(loop->tickets) > 0) {
         timeout_ms = TD_MIN(timeout_ms, BUSY_TICK_MS);
     }
-    td_bus_wait(loop->config.bus, fds, count, loop->admin_waits ? 0 : timeout_ms, readable);
+    td_bus_wait(loop->config.bus, fds, count,
+                loop->admin_waits || loop->registry_waits ? 0 : timeout_ms, readable);
     drain_messages(loop);
     if (readable[0]) {
         drain_inbox(loop, REQUESTS_PER_STEP);
@@ -243,7 +246,7 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
     if ((readable[1] && rtr_gone_collect(loop->config.gone) > 0) || gone) {
         rtr_tickets_drop_gone(loop->tickets);
     }
-    rtr_registry_tick(loop->registry);
+    loop->registry_waits = rtr_registry_tick(loop->registry);
     rtr_index_link_tick(&loop->blocks);
     rtr_tickets_tick(loop->tickets);
     rtr_drafters_tick(loop->drafters);

@@ -38,6 +38,8 @@ static const struct {
      "Between the tokens of one choice."},
     {AT(request_time), td_metrics_histogram, "tandem_router_request_seconds", NULL,
      "From the end of a request's body to its end."},
+    {AT(place_time), td_metrics_histogram_fine, "tandem_router_place_seconds", NULL,
+     "Of one decision where a prompt goes: matching its blocks, and comparing the nodes."},
     {AT(running), td_metrics_gauge, "tandem_router_requests_running", NULL,
      "Requests past tokenisation and not ended."},
     {AT(queued), td_metrics_gauge, "tandem_router_queue_tickets", NULL,

@@ -40,6 +40,7 @@ typedef struct rtr_metrics {
     td_metric_t *ttft;
     td_metric_t *tbt;
     td_metric_t *request_time;
+    td_metric_t *place_time;
     td_metric_t *running;
     td_metric_t *queued;
     td_metric_t *nodes_prefill;

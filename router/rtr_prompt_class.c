@@ -10,7 +10,12 @@
 #define REPEATS_SHARE 10u /* one in so many grams has been there before: it repeats */
 #define CODE_SHARE 5u     /* one in so many tokens has a sign of code: code */
 #define TOKENS_MIN 16u    /* fewer say nothing */
-#define CODE_SIGNS "{}[]();=<>_|\\"
+
+/* A bracket, an operator, an underscore. */
+static const bool is_code_sign[256] = {
+    ['{'] = true, ['}'] = true, ['['] = true, [']'] = true, ['('] = true,
+    [')'] = true, [';'] = true, ['='] = true, ['<'] = true, ['>'] = true,
+    ['_'] = true, ['|'] = true, ['\\'] = true};
 
 const char *rtr_prompt_class_name(uint32_t prompt_class)
 {
@@ -45,7 +50,7 @@ static bool has_sign(const td_tokenizer_t *tok, uint32_t id)
         return false; /* a chat template's own brackets say nothing */
     }
     for (size_t i = 0; i < len; i++) {
-        if (bytes[i] != '\0' && strchr(CODE_SIGNS, bytes[i]) != NULL) {
+        if (is_code_sign[(uint8_t)bytes[i]]) {
             return true;
         }
     }

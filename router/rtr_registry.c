@@ -8,6 +8,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
+#include "common/base/td_names.h"
 #include "common/kv/td_block_key.h"
 #include "common/wire/td_member.h"
 
@@ -16,6 +17,11 @@
 #define ID_CHARS "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_."
 #define REFUSAL_KEEP_MS 2000u /* the answer needs its connection until it has left */
 #define STALL_MS 500u         /* of this very loop: the others' silence is then no proof */
+#define SCAN_MS 5u            /* between two looks at all nodes */
+#define PEERS_MS 20u          /* what changes within it is told at once */
+#define PEERS_PER_TICK 64u    /* lists sent: other work comes in between */
+
+_Static_assert(RTR_SLOTS_MAX <= TD_MSG_PEERS_MAX, "all nodes fit into a list of peers");
 
 typedef struct refusal {
     char name[TD_MSG_ID_CHARS_MAX + 1]; /* of the bus connection; "" = free */
@@ -26,15 +32,27 @@ struct rtr_registry {
     rtr_registry_config_t config;
     rtr_node_t nodes[RTR_SLOTS_MAX];
     uint32_t slots;
-    uint64_t peers_version;
-    uint64_t next_lease_ns;
+    uint32_t of_role[TD_ROLE_KVSTORE + 1][RTR_SLOTS_MAX]; /* slots of live nodes */
+    uint32_t role_counts[TD_ROLE_KVSTORE + 1];
+    td_names_t names;       /* of known nodes, to their slots */
+    uint64_t peers_version; /* counts changes of the list */
+    uint64_t
+        forgotten_version; /* who has an older list gets a whole one: a slot has another node */
+    uint32_t master_slot;  /* as it is listed; RTR_PLACE_NONE: none */
+    uint64_t told_version; /* all that are live have this list */
+    uint64_t next_peers_ns;
+    uint32_t peers_turn; /* the slot that is looked at next for an old list */
+    uint64_t next_scan_ns;
+    uint64_t next_page_ns;
     uint64_t last_tick_ns;
     char numerics[64];        /* of the live prefill and decode nodes */
     td_attention_mask_t mask; /* as it says */
     refusal_t refusals[REFUSALS_MAX];
     atomic_uint live[TD_ROLE_KVSTORE + 1]; /* relaxed: counts for other threads to look at */
-    td_msg_peer_t peers[TD_MSG_PEERS_MAX]; /* scratch */
-    uint32_t slot_of_peer[TD_MSG_PEERS_MAX];
+    /* The changes since a version, as they were last listed. */
+    td_msg_peers_t list;
+    td_msg_peer_t list_peers[RTR_SLOTS_MAX];
+    const char *list_gone[RTR_SLOTS_MAX];
     pthread_mutex_t page_mu; /* guards page; a leaf */
     td_str_t page;
     td_str_t page_scratch;
@@ -46,7 +64,12 @@ td_status_t rtr_registry_create(const rtr_registry_config_t *config, rtr_registr
     if (reg == NULL) {
         return TD_ERR_NO_MEMORY;
     }
+    if (td_names_init(&reg->names, RTR_SLOTS_MAX) != TD_OK) {
+        td_free(reg);
+        return TD_ERR_NO_MEMORY;
+    }
     reg->config = *config;
+    reg->master_slot = RTR_PLACE_NONE;
     (void)pthread_mutex_init(&reg->page_mu, NULL);
     *out = reg;
     return TD_OK;
@@ -61,6 +84,7 @@ void rtr_registry_destroy(rtr_registry_t *reg)
         td_str_fini(&reg->nodes[i].ucx_address);
         td_str_fini(&reg->nodes[i].ucx_rkey);
     }
+    td_names_fini(&reg->names);
     td_str_fini(&reg->page);
     td_str_fini(&reg->page_scratch);
     (void)pthread_mutex_destroy(&reg->page_mu);
@@ -78,6 +102,12 @@ uint32_t rtr_registry_slot(const rtr_registry_t *reg, const rtr_node_t *node)
     return (uint32_t)(node - reg->nodes);
 }
 
+const uint32_t *rtr_registry_of_role(const rtr_registry_t *reg, td_role_t role, uint32_t *count_out)
+{
+    *count_out = reg->role_counts[role];
+    return reg->of_role[role];
+}
+
 uint32_t rtr_registry_slots(const rtr_registry_t *reg)
 {
     return reg->slots;
@@ -85,12 +115,8 @@ uint32_t rtr_registry_slots(const rtr_registry_t *reg)
 
 static uint32_t slot_of(const rtr_registry_t *reg, const char *id)
 {
-    for (uint32_t i = 0; i < reg->slots; i++) {
-        if (reg->nodes[i].known && strcmp(reg->nodes[i].id, id) == 0) {
-            return i;
-        }
-    }
-    return RTR_PLACE_NONE;
+    const uint32_t slot = td_names_find(&reg->names, id);
+    return slot == TD_NAMES_NONE ? RTR_PLACE_NONE : slot;
 }
 
 uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation)
@@ -122,11 +148,13 @@ uint32_t rtr_registry_live(const rtr_registry_t *reg, td_role_t role)
 
 static void count_live(rtr_registry_t *reg)
 {
-    uint32_t live[TD_ROLE_KVSTORE + 1] = {0};
+    uint32_t *live = reg->role_counts;
 
+    memset(live, 0, sizeof(reg->role_counts));
     for (uint32_t i = 0; i < reg->slots; i++) {
-        if (reg->nodes[i].live) {
-            live[reg->nodes[i].role]++;
+        const rtr_node_t *node = &reg->nodes[i];
+        if (node->live) {
+            reg->of_role[node->role][live[node->role]++] = i;
         }
     }
     for (uint32_t r = 0; r <= TD_ROLE_KVSTORE; r++) {
@@ -138,7 +166,6 @@ static void count_live(rtr_registry_t *reg)
     if (live[TD_ROLE_PREFILL] + live[TD_ROLE_DECODE] == 0) {
         reg->numerics[0] = '\0'; /* the next to come decides */
     }
-    reg->peers_version++;
 }
 
 /* A store is shown once others can use it: members look at a peer's region only when it is new. */
@@ -162,58 +189,120 @@ const rtr_node_t *rtr_registry_store_master(const rtr_registry_t *reg)
     return master;
 }
 
-static uint32_t list_peers(rtr_registry_t *reg)
+/* A node's entry in the list is another one from now on; a new master changes that of the old. */
+static void note_change(rtr_registry_t *reg, uint32_t slot)
 {
     const rtr_node_t *master = rtr_registry_store_master(reg);
-    uint32_t count = 0;
+    const uint32_t master_slot = master == NULL ? RTR_PLACE_NONE : (uint32_t)(master - reg->nodes);
+
+    count_live(reg);
+    reg->peers_version++;
+    reg->nodes[slot].listed_version = reg->peers_version;
+    if (master_slot == reg->master_slot) {
+        return;
+    }
+    if (reg->master_slot != RTR_PLACE_NONE) {
+        reg->nodes[reg->master_slot].listed_version = reg->peers_version;
+    }
+    if (master_slot != RTR_PLACE_NONE) {
+        reg->nodes[master_slot].listed_version = reg->peers_version;
+    }
+    reg->master_slot = master_slot;
+}
+
+static td_msg_peer_t entry_of(const rtr_registry_t *reg, uint32_t slot)
+{
+    const rtr_node_t *node = &reg->nodes[slot];
+
+    return (td_msg_peer_t){
+        .id = node->id,
+        .role = node->role,
+        .incarnation = node->incarnation,
+        .endpoint = node->endpoint,
+        .region = {.ucx_address = {(const uint8_t *)node->ucx_address.bytes, node->ucx_address.len},
+                   .ucx_rkey = {(const uint8_t *)node->ucx_rkey.bytes, node->ucx_rkey.len},
+                   .base = node->base,
+                   .block_count = node->block_count,
+                   .block_bytes = node->block_bytes},
+        .store_master = slot == reg->master_slot,
+        .store_term = node->store_term,
+    };
+}
+
+/* Of version `since` on, into reg->list; 0: all there are. */
+static void list_changes(rtr_registry_t *reg, uint64_t since)
+{
+    td_msg_peers_t list = {.version = reg->peers_version, .since = since};
 
     for (uint32_t i = 0; i < reg->slots; i++) {
         const rtr_node_t *node = &reg->nodes[i];
-        if (!is_listed(node)) {
+        if (!node->known || node->listed_version <= since) {
             continue;
         }
-        reg->peers[count++] = (td_msg_peer_t){
-            .id = node->id,
-            .role = node->role,
-            .incarnation = node->incarnation,
-            .endpoint = node->endpoint,
-            .region = {.ucx_address = {(const uint8_t *)node->ucx_address.bytes,
-                                       node->ucx_address.len},
-                       .ucx_rkey = {(const uint8_t *)node->ucx_rkey.bytes, node->ucx_rkey.len},
-                       .base = node->base,
-                       .block_count = node->block_count,
-                       .block_bytes = node->block_bytes},
-            .store_term = node->store_term,
-        };
-        reg->slot_of_peer[count - 1] = i;
+        if (is_listed(node)) {
+            reg->list_peers[list.count++] = entry_of(reg, i);
+        } else if (since != 0) {
+            reg->list_gone[list.gone_count++] = node->id;
+        }
     }
-    for (uint32_t at = 0; at < count; at++) {
-        reg->peers[at].store_master = &reg->nodes[reg->slot_of_peer[at]] == master;
-    }
-    return count;
+    list.peers = reg->list_peers;
+    list.gone = reg->list_gone;
+    reg->list = list;
 }
 
-static void send_peers(rtr_registry_t *reg)
+static bool is_behind(const rtr_registry_t *reg, const rtr_node_t *node)
 {
-    uint32_t count = 0;
-    bool listed = false;
+    return node->live && node->peers_version != reg->peers_version;
+}
 
-    for (uint32_t i = 0; i < reg->slots; i++) {
-        rtr_node_t *node = &reg->nodes[i];
-        td_msg_t msg = {.type = TD_MSG_PEERS};
-        if (!node->live || node->peers_version == reg->peers_version) {
-            continue;
-        }
-        if (!listed) {
-            count = list_peers(reg);
-            listed = true;
-        }
-        msg.u.peers =
-            (td_msg_peers_t){.version = reg->peers_version, .count = count, .peers = reg->peers};
-        if (td_bus_send(reg->config.bus, node->id, &msg) == TD_OK) {
-            node->peers_version = reg->peers_version; /* else again at the next tick */
-        }
+/* Most have the same version: what has changed since then is listed once for all of them. */
+static void send_list(rtr_registry_t *reg, rtr_node_t *node)
+{
+    const bool changes = node->peer_changes && node->peers_version >= reg->forgotten_version;
+    const uint64_t since = changes ? node->peers_version : 0;
+    td_msg_t msg = {.type = TD_MSG_PEERS};
+
+    if (reg->list.version != reg->peers_version || reg->list.since != since) {
+        list_changes(reg, since);
     }
+    msg.u.peers = reg->list;
+    if (td_bus_send(reg->config.bus, node->id, &msg) == TD_OK) {
+        node->peers_version = reg->peers_version; /* else again at the next tick */
+    }
+}
+
+void rtr_registry_tell(rtr_registry_t *reg, uint32_t slot)
+{
+    if (is_behind(reg, &reg->nodes[slot])) {
+        send_list(reg, &reg->nodes[slot]);
+    }
+}
+
+/* To some of those whose list is old. True: there are more. */
+static bool send_lists(rtr_registry_t *reg, uint64_t now)
+{
+    uint32_t sent = 0;
+
+    if (reg->told_version == reg->peers_version || now < reg->next_peers_ns) {
+        return false;
+    }
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        const uint32_t slot = reg->peers_turn < reg->slots ? reg->peers_turn : 0;
+        if (is_behind(reg, &reg->nodes[slot])) {
+            if (sent == PEERS_PER_TICK) {
+                return true;
+            }
+            send_list(reg, &reg->nodes[slot]);
+            sent++;
+        }
+        reg->peers_turn = slot + 1;
+    }
+    if (sent > 0) { /* whom it could not be sent to is found the next time */
+        reg->next_peers_ns = now + PEERS_MS * TD_NS_PER_MS;
+    } else {
+        reg->told_version = reg->peers_version;
+    }
+    return false;
 }
 
 /* --- lives ------------------------------------------------------------------------------------ */
@@ -226,7 +315,7 @@ static void end_life(rtr_registry_t *reg, uint32_t slot, const char *why)
     rtr_events_add(reg->config.events, RTR_EVENT_NODE_DOWN, node->id, "", why);
     node->live = false;
     td_metric_add(reg->config.metrics->node_deaths, 1);
-    count_live(reg);
+    note_change(reg, slot);
     reg->config.node_down(reg->config.ctx, slot);
 }
 
@@ -369,6 +458,7 @@ static uint32_t take_slot(rtr_registry_t *reg, const char *id)
     }
     if (oldest != RTR_PLACE_NONE) {
         td_bus_disconnect(reg->config.bus, reg->nodes[oldest].id);
+        reg->forgotten_version = reg->peers_version + 1; /* nobody can be told of that one's end */
     }
     return oldest;
 }
@@ -404,9 +494,11 @@ static td_status_t keep_register(rtr_node_t *node, const td_msg_register_t *r)
     node->context_max = r->context_max;
     node->drafters = r->drafters;
     node->ticket_epoch = r->ticket_epoch;
+    node->peer_changes = r->peer_changes;
     node->seen_ns = td_now_ns();
     node->beat.draining = false; /* a new life */
     node->peers_version = 0;
+    node->next_lease_ns = 0;
     return TD_OK;
 }
 
@@ -438,6 +530,9 @@ static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t 
     *slot_out = slot;
     *void_out = node->live && node->incarnation == r->self.incarnation &&
                 node->ticket_epoch != r->ticket_epoch;
+    if (node->known) {
+        td_names_remove(&reg->names, node->id);
+    }
     if (node->incarnation != r->self.incarnation) {
         *replaced_out = node->live;
         td_str_fini(&node->ucx_address);
@@ -454,6 +549,7 @@ static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t 
     }
     TD_TRY(td_bus_connect(reg->config.bus, r->self.id, r->self.endpoint, r->self.incarnation));
     TD_TRY(keep_register(node, r));
+    td_names_set(&reg->names, node->id, slot);
     if (r->self.role != TD_ROLE_KVSTORE) {
         (void)snprintf(reg->numerics, sizeof(reg->numerics), "%s", r->numerics_class);
         reg->mask = mask_of(r->numerics_class);
@@ -490,8 +586,8 @@ static void handle_register(rtr_registry_t *reg, const td_msg_t *msg)
         TD_LOG_WARN("registration not answered", "node=%s", msg->u.reg.self.id);
     }
     if (slot != RTR_PLACE_NONE) {
-        count_live(reg);
-        send_peers(reg);
+        note_change(reg, slot);
+        rtr_registry_tell(reg, slot); /* the others at the next tick, or before they get work */
     }
     if (replaced) {
         td_metric_add(reg->config.metrics->node_deaths, 1);
@@ -550,13 +646,13 @@ bool rtr_registry_handle(rtr_registry_t *reg, const td_msg_t *msg)
 
 /* --- time ------------------------------------------------------------------------------------- */
 
-static void send_leases(rtr_registry_t *reg)
+static void send_lease(rtr_registry_t *reg, rtr_node_t *node, uint64_t now)
 {
-    for (uint32_t i = 0; i < reg->slots; i++) {
-        td_msg_t msg = {.type = TD_MSG_LEASE, .u.lease = {.lease_ms = TD_TICKET_LEASE_MS}};
-        if (reg->nodes[i].live && td_bus_send(reg->config.bus, reg->nodes[i].id, &msg) != TD_OK) {
-            TD_LOG_DEBUG("lease not sent", "node=%s", reg->nodes[i].id);
-        }
+    td_msg_t msg = {.type = TD_MSG_LEASE, .u.lease = {.lease_ms = TD_TICKET_LEASE_MS}};
+
+    node->next_lease_ns = now + TD_HEARTBEAT_MS * TD_NS_PER_MS;
+    if (td_bus_send(reg->config.bus, node->id, &msg) != TD_OK) {
+        TD_LOG_DEBUG("lease not sent", "node=%s", node->id);
     }
 }
 
@@ -623,37 +719,51 @@ td_status_t rtr_registry_page(rtr_registry_t *reg, td_str_t *out)
     return status;
 }
 
-void rtr_registry_tick(rtr_registry_t *reg)
+/* slept_ns: what this loop itself was away. */
+static void scan_nodes(rtr_registry_t *reg, uint64_t now, uint64_t slept_ns)
 {
-    uint64_t now = td_now_ns();
-    uint64_t gap = reg->last_tick_ns == 0 ? 0 : now - reg->last_tick_ns;
-
-    reg->last_tick_ns = now;
     for (uint32_t i = 0; i < reg->slots; i++) {
         rtr_node_t *node = &reg->nodes[i];
         if (!node->live) {
             continue;
         }
-        if (gap > STALL_MS * TD_NS_PER_MS) {
-            node->seen_ns = TD_MIN(now, node->seen_ns + gap); /* we slept, not they */
-        }
+        node->seen_ns = TD_MIN(now, node->seen_ns + slept_ns); /* we slept, not they */
         if (now - node->seen_ns > TD_PEER_DEAD_MS * TD_NS_PER_MS) {
             end_life(reg, i, "no heartbeat");
+        } else if (now >= node->next_lease_ns) {
+            send_lease(reg, node, now);
         }
     }
+}
+
+static void drop_refusals(rtr_registry_t *reg, uint64_t now)
+{
     for (uint32_t i = 0; i < REFUSALS_MAX; i++) {
         if (reg->refusals[i].name[0] != '\0' && now > reg->refusals[i].until_ns) {
             td_bus_disconnect(reg->config.bus, reg->refusals[i].name);
             reg->refusals[i].name[0] = '\0';
         }
     }
-    if (now >= reg->next_lease_ns) {
-        reg->next_lease_ns = now + TD_HEARTBEAT_MS * TD_NS_PER_MS;
-        send_leases(reg);
+}
+
+bool rtr_registry_tick(rtr_registry_t *reg)
+{
+    const uint64_t now = td_now_ns();
+    const uint64_t gap = reg->last_tick_ns == 0 ? 0 : now - reg->last_tick_ns;
+    const bool slept = gap > STALL_MS * TD_NS_PER_MS;
+
+    reg->last_tick_ns = now;
+    if (now >= reg->next_scan_ns || slept) {
+        reg->next_scan_ns = now + SCAN_MS * TD_NS_PER_MS;
+        scan_nodes(reg, now, slept ? gap : 0);
+        drop_refusals(reg, now);
+    }
+    if (now >= reg->next_page_ns) {
+        reg->next_page_ns = now + TD_HEARTBEAT_MS * TD_NS_PER_MS;
         publish_page(reg, now);
         td_metric_set(reg->config.metrics->prefill_error, error_percent(reg, TD_ROLE_PREFILL));
         td_metric_set(reg->config.metrics->tbt_error, error_percent(reg, TD_ROLE_DECODE));
         td_metric_set(reg->config.metrics->bus_refused, td_bus_refused(reg->config.bus));
     }
-    send_peers(reg);
+    return send_lists(reg, now);
 }

@@ -18,12 +18,26 @@
 #include "router/rtr_slots.h"
 
 typedef struct rtr_node {
+    /* What every placement looks at comes first, in a few cache lines. */
     bool known; /* the slot is taken, by a live or a dead life */
     bool live;
     bool drained; /* by an operator: nothing new is placed there, whatever life it is in */
-    char id[TD_MSG_ID_CHARS_MAX + 1];
     td_role_t role;
     uint64_t incarnation;
+    uint64_t seen_ns; /* last heartbeat or registration */
+    rtr_breaker_t breaker;
+    /* Load, counted by rtr_tickets alone. */
+    uint32_t sequences; /* decode */
+    uint32_t decoding;  /* of the sequences: those that have given a token */
+    uint64_t promised_blocks;
+    rtr_backlog_t backlog; /* prefill */
+    rtr_work_t others;     /* prefill: for other routers, as it last said */
+    td_msg_heartbeat_t beat;
+    /* What its work takes, learned by rtr_tickets. */
+    rtr_estimate_t prefill_time;
+    rtr_estimate_t tbt;
+    rtr_estimate_t self; /* decode: prompts that it computed */
+    char id[TD_MSG_ID_CHARS_MAX + 1];
     uint64_t ticket_epoch; /* of the tickets that it has of us */
     char endpoint[256];
     char http[256];
@@ -35,21 +49,11 @@ typedef struct rtr_node {
     bool store_master;
     uint64_t store_term; /* of several masters the one with the highest is named */
     uint32_t context_max;
-    uint32_t drafters; /* decode: bits of td_drafter_t that it offers; 0: it doesn't say */
-    td_msg_heartbeat_t beat;
-    uint64_t seen_ns;       /* last heartbeat or registration */
-    uint64_t peers_version; /* of the list it was sent last */
-    /* Load, counted by rtr_tickets alone. */
-    rtr_backlog_t backlog; /* prefill */
-    rtr_work_t others;     /* prefill: for other routers, as it last said */
-    uint32_t sequences;    /* decode */
-    uint32_t decoding;     /* of the sequences: those that have given a token */
-    uint64_t promised_blocks;
-    /* What its work takes, learned by rtr_tickets. */
-    rtr_estimate_t prefill_time;
-    rtr_estimate_t tbt;
-    rtr_estimate_t self; /* decode: prompts that it computed */
-    rtr_breaker_t breaker;
+    uint32_t drafters;       /* decode: bits of td_drafter_t that it offers; 0: it doesn't say */
+    uint64_t next_lease_ns;  /* when it is told again that its tickets are good */
+    uint64_t peers_version;  /* of the list it was sent last; 0: none */
+    bool peer_changes;       /* it takes changes of a list alone */
+    uint64_t listed_version; /* of the list when its entry last changed */
 } rtr_node_t;
 
 /** Does it take nothing new, of its own will or by order? What is under way there goes on. */
@@ -82,13 +86,19 @@ TD_MUST_CHECK td_status_t rtr_registry_create(const rtr_registry_config_t *confi
 void rtr_registry_destroy(rtr_registry_t *reg);
 /** True when the message was for the registry. */
 bool rtr_registry_handle(rtr_registry_t *reg, const td_msg_t *msg);
-/** Declares the silent dead, renews leases, sends peers lists that are due. */
-void rtr_registry_tick(rtr_registry_t *reg);
+/** Declares the silent dead, renews leases, sends peers lists that are due. True: more of them are
+ * due, so the next tick should come at once. */
+bool rtr_registry_tick(rtr_registry_t *reg);
+/** Before work is sent to a node: it knows by now whom the work names. */
+void rtr_registry_tell(rtr_registry_t *reg, uint32_t slot);
 /** Slots [0, rtr_registry_slots()) may be known. Never NULL. */
 rtr_node_t *rtr_registry_node(rtr_registry_t *reg, uint32_t slot);
 uint32_t rtr_registry_slots(const rtr_registry_t *reg);
 /** Of a node that the registry has given. */
 uint32_t rtr_registry_slot(const rtr_registry_t *reg, const rtr_node_t *node);
+/** Slots of the live nodes of a role. Owner: the registry, until a node comes or goes. */
+const uint32_t *rtr_registry_of_role(const rtr_registry_t *reg, td_role_t role,
+                                     uint32_t *count_out);
 /** Its slot when that very life is live, else RTR_PLACE_NONE. */
 uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation);
 /** Of the store's live masters the one that is asked, or NULL. */

@@ -34,6 +34,19 @@ static void puts_(writer_t *w, const char *text)
         }                                                                                          \
     } while (0)
 
+/* Of every event: no format is read for it. */
+static void put_number(writer_t *w, uint64_t value)
+{
+    char digits[20];
+    size_t at = sizeof(digits);
+
+    do {
+        digits[--at] = (char)('0' + value % 10);
+        value /= 10;
+    } while (value > 0);
+    put(w, digits + at, sizeof(digits) - at);
+}
+
 /* Length of the UTF-8 character at `at`, 0 when there is none; *skip_out: bytes of the longest
  * prefix that could have begun one (at least 1). */
 static size_t utf8_len(const uint8_t *at, size_t left, size_t *skip_out)
@@ -305,7 +318,9 @@ static void put_finish(writer_t *w, const rtr_piece_t *last)
 static void put_choice(writer_t *w, const rtr_head_t *h, uint32_t index, bool is_chunk, bool opened,
                        const rtr_piece_t *pieces, uint32_t piece_count, uint32_t *text_offset)
 {
-    PUTF(w, "{\"index\":%u,", index);
+    puts_(w, "{\"index\":");
+    put_number(w, index);
+    puts_(w, ",");
     if (h->kind == RTR_KIND_COMPLETION) {
         puts_(w, "\"text\":");
         put_joined_text(w, pieces, piece_count);
@@ -353,7 +368,8 @@ static void put_token_ids(writer_t *w, const rtr_piece_t *pieces, uint32_t piece
     puts_(w, "[");
     for (uint32_t p = 0; p < piece_count; p++) {
         for (uint32_t i = 0; !pieces[p].is_prompt && i < pieces[p].count; i++) {
-            PUTF(w, "%s%u", first ? "" : ",", pieces[p].tokens[i]);
+            puts_(w, first ? "" : ",");
+            put_number(w, pieces[p].tokens[i]);
             first = false;
         }
     }
@@ -362,14 +378,19 @@ static void put_token_ids(writer_t *w, const rtr_piece_t *pieces, uint32_t piece
 
 static void put_usage(writer_t *w, const td_msg_usage_t *u)
 {
-    PUTF(w,
-         "\"usage\":{\"prompt_tokens\":%u,\"completion_tokens\":%u,\"total_tokens\":%u,"
-         "\"prompt_tokens_details\":{\"cached_tokens\":%u},"
-         "\"completion_tokens_details\":{\"accepted_prediction_tokens\":%u,"
-         "\"rejected_prediction_tokens\":%u}}",
-         u->prompt_tokens, u->completion_tokens, u->prompt_tokens + u->completion_tokens,
-         u->cached_local_tokens + u->cached_store_tokens, u->accepted_draft_tokens,
-         u->rejected_draft_tokens);
+    puts_(w, "\"usage\":{\"prompt_tokens\":");
+    put_number(w, u->prompt_tokens);
+    puts_(w, ",\"completion_tokens\":");
+    put_number(w, u->completion_tokens);
+    puts_(w, ",\"total_tokens\":");
+    put_number(w, u->prompt_tokens + u->completion_tokens);
+    puts_(w, ",\"prompt_tokens_details\":{\"cached_tokens\":");
+    put_number(w, u->cached_local_tokens + u->cached_store_tokens);
+    puts_(w, "},\"completion_tokens_details\":{\"accepted_prediction_tokens\":");
+    put_number(w, u->accepted_draft_tokens);
+    puts_(w, ",\"rejected_prediction_tokens\":");
+    put_number(w, u->rejected_draft_tokens);
+    puts_(w, "}}");
 }
 
 static void put_head(writer_t *w, const rtr_head_t *h, bool is_chunk)
@@ -379,7 +400,11 @@ static void put_head(writer_t *w, const rtr_head_t *h, bool is_chunk)
                                                         : "chat.completion";
     puts_(w, "{\"id\":");
     put_text(w, h->id);
-    PUTF(w, ",\"object\":\"%s\",\"created\":%" PRIu64 ",\"model\":", object, h->created_s);
+    puts_(w, ",\"object\":\"");
+    puts_(w, object);
+    puts_(w, "\",\"created\":");
+    put_number(w, h->created_s);
+    puts_(w, ",\"model\":");
     put_text(w, h->model->name);
     puts_(w, ",\"system_fingerprint\":");
     put_text(w, h->model->fingerprint);
@@ -403,6 +428,16 @@ td_status_t rtr_reply_string(const void *bytes, size_t len, td_str_t *out)
     return finish(&w, before);
 }
 
+td_status_t rtr_reply_chunk_head(const rtr_head_t *head, td_str_t *out)
+{
+    writer_t w = {.out = out};
+    size_t before = out->len;
+
+    puts_(&w, "data: ");
+    put_head(&w, head, true);
+    return finish(&w, before);
+}
+
 td_status_t rtr_reply_chunk(const rtr_head_t *head, uint32_t index, bool opened,
                             const rtr_piece_t *pieces, uint32_t piece_count, uint32_t *text_offset,
                             td_str_t *out)
@@ -410,8 +445,11 @@ td_status_t rtr_reply_chunk(const rtr_head_t *head, uint32_t index, bool opened,
     writer_t w = {.out = out};
     size_t before = out->len;
 
-    puts_(&w, "data: ");
-    put_head(&w, head, true);
+    if (head->chunk_head != NULL && head->chunk_head->len > 0) {
+        put(&w, head->chunk_head->bytes, head->chunk_head->len);
+    } else {
+        w.status = rtr_reply_chunk_head(head, out);
+    }
     put_choice(&w, head, index, true, opened, pieces, piece_count, text_offset);
     puts_(&w, head->usage_null ? "],\"usage\":null" : "]");
     if (head->tandem) {

@@ -29,6 +29,7 @@ typedef struct rtr_head { /* what all parts of one answer share */
     bool tandem;     /* with hashes and node names */
     const char *prefill_id;
     const char *decode_id;
+    const td_str_t *chunk_head; /* how its chunks begin, made before; NULL or empty: not yet */
 } rtr_head_t;
 
 /** A choice of a whole answer: an echoed prompt, if any, and what was generated. */
@@ -39,6 +40,8 @@ typedef struct rtr_choice_view {
 
 /** The bytes of a JSON string, with quotes; what is not UTF-8 becomes U+FFFD. */
 TD_MUST_CHECK td_status_t rtr_reply_string(const void *bytes, size_t len, td_str_t *out);
+/** How each chunk of this answer begins. */
+TD_MUST_CHECK td_status_t rtr_reply_chunk_head(const rtr_head_t *head, td_str_t *out);
 /** One event for one choice. opened: a chunk of this choice was given before. text_offset:
  * characters of the choice so far; moved on. */
 TD_MUST_CHECK td_status_t rtr_reply_chunk(const rtr_head_t *head, uint32_t index, bool opened,

@@ -118,6 +118,7 @@ void rtr_request_unref(rtr_request_t *req)
     rtr_params_fini(&req->params);
     td_str_fini(&req->body);
     td_str_fini(&req->out);
+    td_str_fini(&req->chunk_head);
     (void)pthread_mutex_destroy(&req->mu);
     td_free(req);
 }

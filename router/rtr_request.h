@@ -79,6 +79,7 @@ typedef struct rtr_request {
     TAILQ_ENTRY(rtr_request) link;          /* the loop's, as is the rest */
     rtr_ticket_t *tickets[RTR_PROMPTS_MAX]; /* NULL: not begun, or ended well */
     uint32_t tickets_left;
+    td_str_t chunk_head;   /* how each event of its stream begins */
     rtr_choice_t *choices; /* owned [prompt_count * n] */
     rtr_choice_t *echoes;  /* owned [prompt_count]: the prompt with its log-probabilities */
     uint32_t choice_count;

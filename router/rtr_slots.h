@@ -4,7 +4,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define RTR_SLOTS_MAX 256u /* nodes a router knows, dead ones among them */
+#define RTR_SLOTS_MAX 2048u /* nodes a router knows, dead ones among them */
 
 typedef struct rtr_slot_set {
     uint64_t bits[(RTR_SLOTS_MAX + 63) / 64];

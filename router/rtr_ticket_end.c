@@ -59,7 +59,8 @@ rtr_head_t rtr_ticket_head(const rtr_tickets_t *ts, const rtr_request_t *req)
                         .usage_null = req->params.include_usage,
                         .tandem = ts->config.model->allow_placement,
                         .prefill_id = req->prefill_id,
-                        .decode_id = req->decode_id};
+                        .decode_id = req->decode_id,
+                        .chunk_head = &req->chunk_head};
 }
 
 static td_status_t write_full(const rtr_head_t *head, const rtr_request_t *req, td_str_t *out)

@@ -24,6 +24,22 @@ void rtr_tickets_root(const rtr_tickets_t *ts, const void *salt, size_t salt_len
     td_block_root_make(ts->config.secret, &fields, out);
 }
 
+/* Most prompts have no salt: their root is made once for a class. */
+static void root_of(rtr_tickets_t *ts, const td_str_t *salt, td_block_root_t *out)
+{
+    const char *numerics = rtr_registry_numerics(ts->config.registry);
+
+    if (salt->len > 0) {
+        rtr_tickets_root(ts, salt->bytes, salt->len, out);
+        return;
+    }
+    if (numerics[0] == '\0' || strcmp(ts->root_numerics, numerics) != 0) {
+        rtr_tickets_root(ts, NULL, 0, &ts->root);
+        (void)snprintf(ts->root_numerics, sizeof(ts->root_numerics), "%s", numerics);
+    }
+    *out = ts->root;
+}
+
 void rtr_ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
     const rtr_prompt_t *prompt = rtr_ticket_prompt(t);
@@ -38,7 +54,7 @@ void rtr_ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t)
     if (t->keys == NULL) {
         return; /* only the index misses it */
     }
-    rtr_tickets_root(ts, salt->bytes, salt->len, &root);
+    root_of(ts, salt, &root);
     td_block_keys(&root, prompt->tokens, (size_t)count * ts->config.block_tokens,
                   ts->config.block_tokens, t->keys);
     t->key_count = count;
@@ -116,44 +132,66 @@ rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t)
     };
 }
 
+/* Views are those of the role's live nodes, in the registry's order. RTR_PLACE_NONE: it has none.
+ */
+static uint32_t view_of(const uint32_t *slots, uint32_t count, uint32_t slot)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (slots[i] == slot) {
+            return i;
+        }
+    }
+    return RTR_PLACE_NONE;
+}
+
 rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t,
                                                const rtr_place_ask_t *ask, bool also_avoided)
 {
-    uint32_t slots = rtr_registry_slots(ts->config.registry);
+    uint32_t count = 0;
+    const uint32_t *slots = rtr_registry_of_role(ts->config.registry, TD_ROLE_PREFILL, &count);
+    rtr_prefill_choice_t choice = {0};
 
-    for (uint32_t i = 0; i < slots; i++) {
-        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+    for (uint32_t i = 0; i < count; i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, slots[i]);
         ts->prefills[i] = (rtr_prefill_view_t){
-            .allowed = rtr_ticket_may_use(t, node, i, TD_ROLE_PREFILL, also_avoided, ask->now_ns),
-            .match_tokens = ts->match[i] * ts->config.block_tokens,
+            .allowed =
+                rtr_ticket_may_use(t, node, slots[i], TD_ROLE_PREFILL, also_avoided, ask->now_ns),
+            .match_tokens = ts->match[slots[i]] * ts->config.block_tokens,
             .lately = rtr_backlog_lately(&node->backlog, ask->now_ns),
             .backlog = &node->backlog,
             .others = &node->others,
             .estimate = &node->prefill_time,
         };
     }
-    return rtr_place_prefill(ask, ts->prefills, slots);
+    choice = rtr_place_prefill(ask, ts->prefills, count);
+    choice.node = choice.node == RTR_PLACE_NONE ? RTR_PLACE_NONE : slots[choice.node];
+    return choice;
 }
 
 rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t,
                                              const rtr_place_ask_t *ask, bool also_avoided)
 {
-    uint32_t slots = rtr_registry_slots(ts->config.registry);
+    uint32_t count = 0;
+    const uint32_t *slots = rtr_registry_of_role(ts->config.registry, TD_ROLE_DECODE, &count);
+    rtr_decode_choice_t choice = {0};
 
-    for (uint32_t i = 0; i < slots; i++) {
-        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
+    for (uint32_t i = 0; i < count; i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, slots[i]);
         ts->decodes[i] = (rtr_decode_view_t){
-            .allowed = rtr_ticket_may_use(t, node, i, TD_ROLE_DECODE, also_avoided, ask->now_ns),
+            .allowed =
+                rtr_ticket_may_use(t, node, slots[i], TD_ROLE_DECODE, also_avoided, ask->now_ns),
             .running = node->sequences + node->beat.other_requests,
             .promised = node->promised_blocks + node->beat.other_blocks,
             .free_blocks = node->beat.free_blocks,
             .total_blocks = node->beat.total_blocks,
-            .match_blocks = ts->match[i],
+            .match_blocks = ts->match[slots[i]],
             .tbt = &node->tbt,
             .self = &node->self,
         };
     }
-    return rtr_place_decode(ask, ts->decodes, slots);
+    choice = rtr_place_decode(ask, ts->decodes, count);
+    choice.node = choice.node == RTR_PLACE_NONE ? RTR_PLACE_NONE : slots[choice.node];
+    return choice;
 }
 
 uint32_t rtr_ticket_named_self(const rtr_tickets_t *ts, const rtr_ticket_t *t)
@@ -180,17 +218,22 @@ rtr_self_choice_t rtr_ticket_choose_self(rtr_tickets_t *ts, const rtr_ticket_t *
                                          const rtr_decode_choice_t *decode)
 {
     const uint32_t named = rtr_ticket_named_self(ts, t);
+    uint32_t count = 0;
+    const uint32_t *slots = rtr_registry_of_role(ts->config.registry, TD_ROLE_DECODE, &count);
+    const uint32_t view = view_of(slots, count, named);
+    rtr_self_choice_t choice = {.node = RTR_PLACE_NONE};
 
-    if (named != RTR_PLACE_NONE && ts->decodes[named].allowed) {
+    if (view != RTR_PLACE_NONE && ts->decodes[view].allowed) {
         return (rtr_self_choice_t){
             .node = named, .work = rtr_work_of(ask->prompt_tokens, 0, 0), .ttft_ns = -1};
     }
     if (rtr_ticket_pinned(t, TD_ROLE_PREFILL)[0] != '\0' || rtr_ticket_holds_for_echo(t) ||
         prefill->node == RTR_PLACE_NONE || decode->node == RTR_PLACE_NONE) {
-        return (rtr_self_choice_t){.node = RTR_PLACE_NONE};
+        return choice;
     }
-    return rtr_place_self(ask, ts->decodes, rtr_registry_slots(ts->config.registry), prefill,
-                          decode);
+    choice = rtr_place_self(ask, ts->decodes, count, prefill, decode);
+    choice.node = choice.node == RTR_PLACE_NONE ? RTR_PLACE_NONE : slots[choice.node];
+    return choice;
 }
 
 static void hold_decode(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t decode, uint64_t now)
@@ -263,24 +306,27 @@ static uint32_t list_allowed(const bool *first, size_t stride, uint32_t count, u
 static void trace_nodes(const rtr_tickets_t *ts, const rtr_place_ask_t *ask, const rtr_ticket_t *t,
                         rtr_trace_decision_t *d)
 {
-    const uint32_t slots = rtr_registry_slots(ts->config.registry);
+    uint32_t count = 0;
+    const uint32_t *slots = rtr_registry_of_role(ts->config.registry, TD_ROLE_PREFILL, &count);
     rtr_prefill_explained_t why[RTR_TRACE_CANDIDATES_MAX];
     uint32_t nodes[RTR_TRACE_CANDIDATES_MAX];
 
-    d->prefill_count = list_allowed(&ts->prefills[0].allowed, sizeof(ts->prefills[0]), slots,
-                                    t->prefill.slot, nodes, &d->prefill_nodes);
-    rtr_explain_prefill(ask, ts->prefills, slots, nodes, d->prefill_count, why);
+    d->prefill_count =
+        list_allowed(&ts->prefills[0].allowed, sizeof(ts->prefills[0]), count,
+                     view_of(slots, count, t->prefill.slot), nodes, &d->prefill_nodes);
+    rtr_explain_prefill(ask, ts->prefills, count, nodes, d->prefill_count, why);
     for (uint32_t i = 0; i < d->prefill_count; i++) {
         (void)snprintf(d->prefills[i].node, sizeof(d->prefills[i].node), "%s",
-                       rtr_registry_node(ts->config.registry, nodes[i])->id);
+                       rtr_registry_node(ts->config.registry, slots[nodes[i]])->id);
         d->prefills[i].why = why[i];
     }
-    d->decode_count = list_allowed(&ts->decodes[0].allowed, sizeof(ts->decodes[0]), slots,
-                                   t->decode.slot, nodes, &d->decode_nodes);
+    slots = rtr_registry_of_role(ts->config.registry, TD_ROLE_DECODE, &count);
+    d->decode_count = list_allowed(&ts->decodes[0].allowed, sizeof(ts->decodes[0]), count,
+                                   view_of(slots, count, t->decode.slot), nodes, &d->decode_nodes);
     for (uint32_t i = 0; i < d->decode_count; i++) {
         const rtr_decode_view_t *v = &ts->decodes[nodes[i]];
         (void)snprintf(d->decodes[i].node, sizeof(d->decodes[i].node), "%s",
-                       rtr_registry_node(ts->config.registry, nodes[i])->id);
+                       rtr_registry_node(ts->config.registry, slots[nodes[i]])->id);
         d->decodes[i].running = v->running;
         d->decodes[i].free_blocks = v->free_blocks;
         d->decodes[i].why = rtr_explain_decode(ask, v);

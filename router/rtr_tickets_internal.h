@@ -90,6 +90,8 @@ struct rtr_tickets {
     uint64_t next_tick_ns;
     uint64_t next_probe_ns;
     td_str_t scratch;
+    td_block_root_t root;   /* of prompts without a salt */
+    char root_numerics[64]; /* the class that it is of; "": none yet */
     uint32_t match[RTR_SLOTS_MAX];
     uint32_t match_pool;         /* blocks that a node could pull */
     rtr_estimate_t prefill_time; /* of all nodes: what a new one is taken for */

@@ -114,6 +114,7 @@ td_status_t rtr_workers_create(uint32_t count, const rtr_model_t *model, rtr_loo
         if (status != TD_OK) {
             goto err;
         }
+        td_ring_wake_once(w->ring);
         if (pthread_create(&w->thread, NULL, worker_main, w) != 0) {
             status = TD_ERR_BUSY;
             TD_LOG_ERROR("worker thread not started", "err=\"%m\"");
@@ -149,10 +150,22 @@ void rtr_workers_destroy(rtr_workers_t *ws)
     td_free(ws);
 }
 
+/* Nobody waits for the caller meanwhile, as far as is known. */
+static bool has_router_alone(const rtr_request_t *req)
+{
+    return req->body.len <= RTR_WORKER_HERE_BYTES && req->metrics != NULL &&
+           td_metric_get(req->metrics->running) == 0;
+}
+
 td_status_t rtr_workers_submit(rtr_workers_t *ws, rtr_request_t *req)
 {
-    uint32_t turn = atomic_fetch_add_explicit(&ws->turn, 1, memory_order_relaxed);
+    uint32_t turn = 0;
 
+    if (has_router_alone(req)) {
+        work(ws, req);
+        return TD_OK;
+    }
+    turn = atomic_fetch_add_explicit(&ws->turn, 1, memory_order_relaxed);
     for (uint32_t i = 0; i < ws->count; i++) {
         if (td_ring_push(ws->workers[(turn + i) % ws->count].ring, req) == TD_OK) {
             return TD_OK;

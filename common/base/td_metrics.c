@@ -6,6 +6,7 @@
 #include "common/base/td_base.h"
 
 #define BUCKET_NS_FIRST 500000ull /* 0.5 ms; each next one doubles */
+#define BUCKET_NS_FIRST_FINE 1000ull
 
 typedef enum metric_kind { KIND_COUNTER, KIND_GAUGE, KIND_HISTOGRAM, KIND_SECONDS } metric_kind_t;
 
@@ -14,6 +15,7 @@ struct td_metric {
     char *name;         /* owned */
     const char *labels; /* borrowed for ever */
     const char *help;   /* borrowed for ever */
+    uint64_t first_ns;  /* histogram: limit of the first bucket */
     /* Relaxed: a scrape may see one series a moment older than another. */
     atomic_uint_fast64_t value; /* histogram: count */
     atomic_uint_fast64_t sum_ns;
@@ -48,7 +50,7 @@ void td_metrics_destroy(td_metrics_t *metrics)
 }
 
 static td_metric_t *metric_new(td_metrics_t *metrics, metric_kind_t kind, const char *name,
-                               const char *labels, const char *help)
+                               const char *labels, const char *help, uint64_t first_ns)
 {
     uint32_t at = (uint32_t)atomic_load_explicit(&metrics->count, memory_order_relaxed);
     char *kept = at < TD_METRICS_SERIES_MAX ? td_strdup(name) : NULL;
@@ -60,6 +62,7 @@ static td_metric_t *metric_new(td_metrics_t *metrics, metric_kind_t kind, const 
         m->name = kept;
         m->labels = labels;
         m->help = help;
+        m->first_ns = first_ns;
         /* A store declares when it has joined, and its status page is read by then. */
         atomic_store_explicit(&metrics->count, at + 1, memory_order_release);
     }
@@ -69,25 +72,31 @@ static td_metric_t *metric_new(td_metrics_t *metrics, metric_kind_t kind, const 
 td_metric_t *td_metrics_counter(td_metrics_t *metrics, const char *name, const char *labels,
                                 const char *help)
 {
-    return metric_new(metrics, KIND_COUNTER, name, labels, help);
+    return metric_new(metrics, KIND_COUNTER, name, labels, help, 0);
 }
 
 td_metric_t *td_metrics_gauge(td_metrics_t *metrics, const char *name, const char *labels,
                               const char *help)
 {
-    return metric_new(metrics, KIND_GAUGE, name, labels, help);
+    return metric_new(metrics, KIND_GAUGE, name, labels, help, 0);
 }
 
 td_metric_t *td_metrics_seconds(td_metrics_t *metrics, const char *name, const char *labels,
                                 const char *help)
 {
-    return metric_new(metrics, KIND_SECONDS, name, labels, help);
+    return metric_new(metrics, KIND_SECONDS, name, labels, help, 0);
 }
 
 td_metric_t *td_metrics_histogram(td_metrics_t *metrics, const char *name, const char *labels,
                                   const char *help)
 {
-    return metric_new(metrics, KIND_HISTOGRAM, name, labels, help);
+    return metric_new(metrics, KIND_HISTOGRAM, name, labels, help, BUCKET_NS_FIRST);
+}
+
+td_metric_t *td_metrics_histogram_fine(td_metrics_t *metrics, const char *name, const char *labels,
+                                       const char *help)
+{
+    return metric_new(metrics, KIND_HISTOGRAM, name, labels, help, BUCKET_NS_FIRST_FINE);
 }
 
 void td_metric_add(td_metric_t *metric, uint64_t n)
@@ -107,7 +116,7 @@ uint64_t td_metric_get(const td_metric_t *metric)
 
 void td_metric_observe_ns(td_metric_t *metric, uint64_t ns)
 {
-    uint64_t limit = BUCKET_NS_FIRST;
+    uint64_t limit = metric->first_ns;
     for (uint32_t i = 0; i < TD_METRICS_BUCKETS; i++, limit *= 2) {
         if (ns <= limit) {
             atomic_fetch_add_explicit(&metric->buckets[i], 1, memory_order_relaxed);
@@ -124,7 +133,7 @@ static td_status_t render_histogram(const td_metric_t *m, td_str_t *out)
     const char *comma = m->labels != NULL ? "," : "";
     const char *open = m->labels != NULL ? "{" : "";
     const char *close = m->labels != NULL ? "}" : "";
-    uint64_t limit = BUCKET_NS_FIRST;
+    uint64_t limit = m->first_ns;
     uint64_t total = 0;
 
     for (uint32_t i = 0; i < TD_METRICS_BUCKETS; i++, limit *= 2) {

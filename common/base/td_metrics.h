@@ -30,6 +30,9 @@ td_metric_t *td_metrics_seconds(td_metrics_t *metrics, const char *name, const c
 /** Histogram over 0.5 ms .. 16 s in factors of two (seconds). */
 td_metric_t *td_metrics_histogram(td_metrics_t *metrics, const char *name, const char *labels,
                                   const char *help);
+/** The same over 1 us .. 32 ms. */
+td_metric_t *td_metrics_histogram_fine(td_metrics_t *metrics, const char *name, const char *labels,
+                                       const char *help);
 void td_metric_add(td_metric_t *metric, uint64_t n);
 void td_metric_set(td_metric_t *metric, uint64_t value);
 uint64_t td_metric_get(const td_metric_t *metric);

@@ -9,6 +9,7 @@
 struct td_ring {
     pthread_mutex_t mutex; /* guards head, count, items */
     int fd;
+    bool wake_once; /* fixed before the first push */
     uint32_t capacity;
     uint32_t head;
     uint32_t count;
@@ -32,6 +33,11 @@ td_status_t td_ring_create(uint32_t capacity, td_ring_t **out)
     return TD_OK;
 }
 
+void td_ring_wake_once(td_ring_t *ring)
+{
+    ring->wake_once = true;
+}
+
 void td_ring_destroy(td_ring_t *ring)
 {
     if (ring == NULL) {
@@ -53,15 +59,18 @@ void td_ring_wake(td_ring_t *ring)
 td_status_t td_ring_push(td_ring_t *ring, void *item)
 {
     td_status_t status = TD_OK;
+    bool wake = true;
     (void)pthread_mutex_lock(&ring->mutex);
     if (ring->count == ring->capacity) {
         status = TD_ERR_BUSY;
     } else {
         ring->items[(ring->head + ring->count) % ring->capacity] = item;
         ring->count++;
+        /* Who finds it empty looks again after a wake-up; until then it pops what is behind. */
+        wake = !ring->wake_once || ring->count == 1;
     }
     (void)pthread_mutex_unlock(&ring->mutex);
-    if (status == TD_OK) {
+    if (status == TD_OK && wake) {
         td_ring_wake(ring);
     }
     return status;

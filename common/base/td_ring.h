@@ -12,6 +12,9 @@ typedef struct td_ring td_ring_t;
 
 /** Units: capacity in items, > 0. Errors: TD_ERR_NO_MEMORY, TD_ERR_IO. */
 TD_MUST_CHECK td_status_t td_ring_create(uint32_t capacity, td_ring_t **out);
+/** For a reader that pops until the ring is empty whenever it is woken, or wakes itself: only an
+ * item that comes into an empty ring wakes it. Call before the first push. */
+void td_ring_wake_once(td_ring_t *ring);
 /** Items left inside are the caller's loss: drain first. */
 void td_ring_destroy(td_ring_t *ring);
 /** Errors: TD_ERR_BUSY (full). */

@@ -155,6 +155,25 @@ static size_t valid_prefix(const uint8_t *text, size_t len)
     return pos;
 }
 
+static bool is_ascii_letter(uint8_t byte)
+{
+    return (byte | 0x20) >= 'a' && (byte | 0x20) <= 'z';
+}
+
+/* Length of what the pattern's " ?\p{L}+" finds where it takes no table to see: letters of ASCII
+ * up to something that is in ASCII too. Most words are of this kind. 0: it is not, or no word at
+ * all. */
+static size_t ascii_word(const uint8_t *text, size_t len)
+{
+    const size_t begin = text[0] == ' ';
+    size_t end = begin;
+
+    while (end < len && is_ascii_letter(text[end])) {
+        end++;
+    }
+    return end == begin || (end < len && text[end] >= 0x80) ? 0 : end;
+}
+
 static td_status_t split_valid(const td_pretok_t *pretok, pcre2_match_data *match,
                                const uint8_t *text, size_t len, td_pretok_word_fn on_word,
                                void *ctx)
@@ -165,7 +184,14 @@ static td_status_t split_valid(const td_pretok_t *pretok, pcre2_match_data *matc
     size_t pos = 0;
 
     while (pos < len) {
-        int rc = pcre2_match(pretok->code, text, len, pos, options, match, NULL);
+        size_t letters = ascii_word(text + pos, len - pos);
+        int rc = 0;
+        if (letters > 0) {
+            TD_TRY(on_word(ctx, text + pos, letters));
+            pos += letters;
+            continue;
+        }
+        rc = pcre2_match(pretok->code, text, len, pos, options, match, NULL);
         if (rc == PCRE2_ERROR_JIT_STACKLIMIT) {
             options |= PCRE2_NO_JIT;
             continue;

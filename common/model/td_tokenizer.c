@@ -1,5 +1,6 @@
 #include "common/model/td_tokenizer.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -28,6 +29,9 @@ enum token_flag {
 static const char *const stop_names[] = {"<|im_end|>", "<|endoftext|>",   "<|eot_id|>",
                                          "<|end|>",    "<|end_of_text|>", "<|eom_id|>"};
 
+/* Whether merging a token's bytes gives that very token: found out once for each. */
+enum token_whole { WHOLE_UNKNOWN = 0, WHOLE_YES, WHOLE_NO };
+
 struct td_tokenizer {
     uint8_t *bytes;     /* owned; the tokens' bytes one after another */
     size_t *starts;     /* owned; [vocab_size + 1] in bytes */
@@ -39,7 +43,9 @@ struct td_tokenizer {
     td_gguf_names_t special_names; /* text -> id of special tokens */
     td_pretok_t *pretok;           /* owned */
     td_bpe_t *bpe;                 /* owned */
-    uint32_t *unknown_ids;         /* owned; U+FFFD, which stands for a byte that has no token */
+    atomic_uchar *whole;   /* owned; [vocab_size] enum token_whole. Relaxed: an entry says all there
+                            * is to know, and threads that find it out at once find the same */
+    uint32_t *unknown_ids; /* owned; U+FFFD, which stands for a byte that has no token */
     size_t unknown_count;
     uint32_t vocab_size;
     uint32_t bos; /* TD_TOKEN_NONE = none */
@@ -399,6 +405,10 @@ static td_status_t load(const td_gguf_t *gguf, td_tokenizer_t *tok)
     qsort_r(tok->specials, tok->special_count, sizeof(*tok->specials), compare_specials, tok);
     TD_TRY(load_merges(gguf, tok));
     TD_TRY(load_special_ids(gguf, tok));
+    tok->whole = td_calloc(tok->vocab_size, sizeof(*tok->whole));
+    if (tok->whole == NULL) {
+        return no_memory(KEY_TOKENS);
+    }
     return load_unknown(tok);
 }
 
@@ -435,6 +445,7 @@ void td_tokenizer_destroy(td_tokenizer_t *tok)
     td_free(tok->flags);
     td_free(tok->specials);
     td_free(tok->unknown_ids);
+    td_free(tok->whole);
     td_free(tok);
 }
 
@@ -505,12 +516,27 @@ typedef struct encoder {
     td_token_ids_t *out;
 } encoder_t;
 
+/* Most words are a token of their own: looking one up is ten times as fast as merging its bytes.
+ * But merges need not lead to a token that has a word's bytes, so they are asked the first time. */
 static td_status_t encode_word(void *ctx, const uint8_t *word, size_t len)
 {
     encoder_t *enc = ctx;
+    const td_tokenizer_t *tok = enc->tok;
+    const uint32_t id = td_gguf_names_find(&tok->plain_names, word, len);
+    uint8_t whole = WHOLE_NO;
 
+    if (id != TD_GGUF_NAMES_NONE) {
+        whole = atomic_load_explicit(&tok->whole[id], memory_order_relaxed);
+    }
+    if (whole == WHOLE_YES) {
+        return td_token_ids_append(enc->out, &id, 1);
+    }
     enc->word.count = 0;
-    TD_TRY(td_bpe_encode(enc->tok->bpe, &enc->scratch, word, len, &enc->word));
+    TD_TRY(td_bpe_encode(tok->bpe, &enc->scratch, word, len, &enc->word));
+    if (whole == WHOLE_UNKNOWN) {
+        whole = enc->word.count == 1 && enc->word.ids[0] == id ? WHOLE_YES : WHOLE_NO;
+        atomic_store_explicit(&tok->whole[id], whole, memory_order_relaxed);
+    }
     for (size_t i = 0; i < enc->word.count; i++) {
         if (enc->word.ids[i] == TD_TOKEN_NONE) {
             TD_TRY(td_token_ids_append(enc->out, enc->tok->unknown_ids, enc->tok->unknown_count));

@@ -9,6 +9,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
+#include "common/base/td_names.h"
 
 #define HEARTBEAT_MS 500
 #define HEARTBEAT_TIMEOUT_MS 2000
@@ -37,17 +38,24 @@ typedef struct bus_peer {
     uint32_t waiting;
 } bus_peer_t;
 
-struct td_bus {
+struct td_bus_io {
     void *context; /* owned */
-    void *router;  /* owned */
+};
+
+struct td_bus {
+    td_bus_io_t *io;     /* borrowed */
+    td_bus_io_t *own_io; /* owned; NULL where it is shared */
+    void *router;        /* owned */
+    int fd;              /* of the router's messages */
     char id[TD_MSG_ID_CHARS_MAX + 1];
     uint64_t incarnation;
     char endpoint[256];
     bool curve;
     uint8_t public_key[crypto_box_PUBLICKEYBYTES];
     uint8_t secret_key[crypto_box_SECRETKEYBYTES];
-    bus_peer_t *peers[TD_BUS_PEERS_MAX]; /* owned, dense */
+    bus_peer_t **peers; /* owned [TD_BUS_PEERS_MAX], dense */
     uint32_t peer_count;
+    td_names_t names; /* of the peers, to their indexes */
     uint32_t waiting; /* over all outboxes */
     uint64_t refused;
     td_str_t scratch;
@@ -98,6 +106,37 @@ static int set_curve(const td_bus_t *bus, void *socket, bool server)
     return bad | zmq_setsockopt(socket, ZMQ_CURVE_SECRETKEY, bus->secret_key, 32);
 }
 
+td_status_t td_bus_io_create(uint32_t threads, uint32_t sockets_max, td_bus_io_t **out)
+{
+    td_bus_io_t *io = td_calloc(1, sizeof(*io));
+
+    if (io == NULL) {
+        return TD_ERR_NO_MEMORY;
+    }
+    io->context = zmq_ctx_new();
+    if (io->context == NULL) {
+        td_free(io);
+        return TD_ERR_NO_MEMORY;
+    }
+    if (zmq_ctx_set(io->context, ZMQ_IO_THREADS, (int)threads) != 0 ||
+        zmq_ctx_set(io->context, ZMQ_MAX_SOCKETS, (int)sockets_max) != 0) {
+        TD_LOG_ERROR("bus cannot have so many sockets", "threads=%u sockets=%u", threads,
+                     sockets_max);
+        td_bus_io_destroy(io);
+        return TD_ERR_INVALID;
+    }
+    *out = io;
+    return TD_OK;
+}
+
+void td_bus_io_destroy(td_bus_io_t *io)
+{
+    if (io != NULL) {
+        (void)zmq_ctx_term(io->context);
+        td_free(io);
+    }
+}
+
 static td_status_t resolve_endpoint(td_bus_t *bus, const char *advertise)
 {
     char bound[256];
@@ -116,51 +155,54 @@ static td_status_t resolve_endpoint(td_bus_t *bus, const char *advertise)
     return TD_OK;
 }
 
+static td_status_t open_router(td_bus_t *bus, const td_bus_config_t *config)
+{
+    size_t len = sizeof(bus->fd);
+
+    bus->router = zmq_socket(bus->io->context, ZMQ_ROUTER);
+    if (bus->router == NULL || set_common(bus->router) != 0 ||
+        set_int(bus->router, ZMQ_ROUTER_MANDATORY, 1) != 0 ||
+        (bus->curve && set_curve(bus, bus->router, true) != 0) ||
+        zmq_bind(bus->router, config->bind) != 0 ||
+        zmq_getsockopt(bus->router, ZMQ_FD, &bus->fd, &len) != 0) {
+        TD_LOG_ERROR("bus cannot bind", "endpoint=%s err=\"%s\"", config->bind,
+                     zmq_strerror(zmq_errno()));
+        return TD_ERR_IO;
+    }
+    return resolve_endpoint(bus, config->advertise);
+}
+
 td_status_t td_bus_create(const td_bus_config_t *config, td_bus_t **out)
 {
     td_status_t status = TD_ERR_NO_MEMORY;
     td_bus_t *bus = td_calloc(1, sizeof(*bus));
 
     if (bus == NULL) {
-        goto err;
+        return status;
     }
     (void)snprintf(bus->id, sizeof(bus->id), "%s", config->id);
     bus->incarnation = config->incarnation;
     bus->curve = config->curve || !endpoint_is_loopback(config->bind) ||
                  (config->advertise != NULL && strncmp(config->advertise, "127.", 4) != 0);
     derive_keys(bus, config->secret);
-    bus->context = zmq_ctx_new();
-    if (bus->context == NULL) {
-        goto err_free;
+    bus->io = config->io;
+    bus->peers = td_calloc(TD_BUS_PEERS_MAX, sizeof(*bus->peers));
+    if (bus->peers != NULL) {
+        status = td_names_init(&bus->names, TD_BUS_PEERS_MAX);
     }
-    status = TD_ERR_IO;
-    bus->router = zmq_socket(bus->context, ZMQ_ROUTER);
-    if (bus->router == NULL) {
-        goto err_context;
+    if (status == TD_OK && bus->io == NULL) {
+        status = td_bus_io_create(1, 1 + TD_BUS_PEERS_MAX, &bus->own_io);
+        bus->io = bus->own_io;
     }
-    if (set_common(bus->router) != 0 || set_int(bus->router, ZMQ_ROUTER_MANDATORY, 1) != 0 ||
-        (bus->curve && set_curve(bus, bus->router, true) != 0) ||
-        zmq_bind(bus->router, config->bind) != 0) {
-        TD_LOG_ERROR("bus cannot bind", "endpoint=%s err=\"%s\"", config->bind,
-                     zmq_strerror(zmq_errno()));
-        goto err_router;
+    if (status == TD_OK) {
+        status = open_router(bus, config);
     }
-    status = resolve_endpoint(bus, config->advertise);
     if (status != TD_OK) {
-        goto err_router;
+        td_bus_destroy(bus);
+        return status;
     }
     *out = bus;
     return TD_OK;
-
-err_router:
-    (void)zmq_close(bus->router);
-err_context:
-    (void)zmq_ctx_term(bus->context);
-err_free:
-    sodium_memzero(bus->secret_key, sizeof(bus->secret_key));
-    td_free(bus);
-err:
-    return status;
 }
 
 static void outbox_clear(td_bus_t *bus, bus_peer_t *peer)
@@ -192,8 +234,12 @@ void td_bus_destroy(td_bus_t *bus)
     for (uint32_t i = 0; i < bus->peer_count; i++) {
         peer_free(bus, bus->peers[i]);
     }
-    (void)zmq_close(bus->router);
-    (void)zmq_ctx_term(bus->context);
+    if (bus->router != NULL) {
+        (void)zmq_close(bus->router);
+    }
+    td_bus_io_destroy(bus->own_io);
+    td_names_fini(&bus->names);
+    td_free(bus->peers);
     td_str_fini(&bus->scratch);
     sodium_memzero(bus->secret_key, sizeof(bus->secret_key));
     td_free(bus);
@@ -228,18 +274,13 @@ void td_bus_set_incarnation(td_bus_t *bus, uint64_t incarnation)
 
 static uint32_t peer_find(const td_bus_t *bus, const char *id)
 {
-    for (uint32_t i = 0; i < bus->peer_count; i++) {
-        if (strcmp(bus->peers[i]->id, id) == 0) {
-            return i;
-        }
-    }
-    return UINT32_MAX;
+    return td_names_find(&bus->names, id);
 }
 
 uint64_t td_bus_peer_incarnation(const td_bus_t *bus, const char *id)
 {
     uint32_t i = peer_find(bus, id);
-    return i == UINT32_MAX ? 0 : bus->peers[i]->incarnation;
+    return i == TD_NAMES_NONE ? 0 : bus->peers[i]->incarnation;
 }
 
 td_status_t td_bus_connect(td_bus_t *bus, const char *id, const char *endpoint,
@@ -248,7 +289,7 @@ td_status_t td_bus_connect(td_bus_t *bus, const char *id, const char *endpoint,
     uint32_t at = peer_find(bus, id);
     bus_peer_t *peer = NULL;
 
-    if (at != UINT32_MAX) {
+    if (at != TD_NAMES_NONE) {
         peer = bus->peers[at];
         if (strcmp(peer->endpoint, endpoint) == 0 &&
             (peer->incarnation == incarnation || peer->incarnation == 0)) {
@@ -270,7 +311,7 @@ td_status_t td_bus_connect(td_bus_t *bus, const char *id, const char *endpoint,
     /* The other side may know us still, and what it has seen: a new connection of the same two
      * lives goes on above it. No bus sends a message a nanosecond. */
     peer->sequence = td_now_ns();
-    peer->dealer = zmq_socket(bus->context, ZMQ_DEALER);
+    peer->dealer = zmq_socket(bus->io->context, ZMQ_DEALER);
     if (peer->dealer == NULL || set_common(peer->dealer) != 0 ||
         set_int(peer->dealer, ZMQ_IMMEDIATE, 1) != 0 ||
         set_int(peer->dealer, ZMQ_RECONNECT_IVL, RECONNECT_MS) != 0 ||
@@ -283,6 +324,7 @@ td_status_t td_bus_connect(td_bus_t *bus, const char *id, const char *endpoint,
         peer_free(bus, peer);
         return TD_ERR_INVALID;
     }
+    td_names_set(&bus->names, peer->id, bus->peer_count);
     bus->peers[bus->peer_count++] = peer;
     return TD_OK;
 }
@@ -290,11 +332,15 @@ td_status_t td_bus_connect(td_bus_t *bus, const char *id, const char *endpoint,
 void td_bus_disconnect(td_bus_t *bus, const char *id)
 {
     uint32_t at = peer_find(bus, id);
-    if (at == UINT32_MAX) {
+    if (at == TD_NAMES_NONE) {
         return;
     }
+    td_names_remove(&bus->names, id);
     peer_free(bus, bus->peers[at]);
     bus->peers[at] = bus->peers[--bus->peer_count];
+    if (at < bus->peer_count) {
+        td_names_set(&bus->names, bus->peers[at]->id, at);
+    }
 }
 
 static void flush_peer(td_bus_t *bus, bus_peer_t *peer)
@@ -366,7 +412,7 @@ td_status_t td_bus_send(td_bus_t *bus, const char *id, td_msg_t *msg)
     uint32_t at = peer_find(bus, id);
     bus_peer_t *peer = NULL;
 
-    if (at == UINT32_MAX) {
+    if (at == TD_NAMES_NONE) {
         return TD_ERR_NOT_FOUND;
     }
     peer = bus->peers[at];
@@ -388,15 +434,25 @@ td_status_t td_bus_send(td_bus_t *bus, const char *id, td_msg_t *msg)
     return TD_OK;
 }
 
+int td_bus_fd(const td_bus_t *bus)
+{
+    return bus->fd;
+}
+
+void td_bus_flush(td_bus_t *bus)
+{
+    for (uint32_t i = 0; bus->waiting > 0 && i < bus->peer_count; i++) {
+        flush_peer(bus, bus->peers[i]);
+    }
+}
+
 void td_bus_wait(td_bus_t *bus, const int *fds, uint32_t fd_count, uint32_t timeout_ms,
                  bool *readable_out)
 {
     zmq_pollitem_t items[1 + TD_BUS_WAIT_FDS_MAX];
 
     TD_ASSERT(fd_count <= TD_BUS_WAIT_FDS_MAX);
-    for (uint32_t i = 0; bus->waiting > 0 && i < bus->peer_count; i++) {
-        flush_peer(bus, bus->peers[i]);
-    }
+    td_bus_flush(bus);
     if (bus->waiting > 0) {
         timeout_ms = TD_MIN(timeout_ms, OUTBOX_POLL_MS);
     }
@@ -426,8 +482,8 @@ static bool envelope_is_live(td_bus_t *bus, td_msg_t *msg)
     if (msg->receiver_incarnation != bus->incarnation) {
         return false;
     }
-    if (at == UINT32_MAX || (bus->peers[at]->incarnation != 0 &&
-                             bus->peers[at]->incarnation != msg->sender_incarnation)) {
+    if (at == TD_NAMES_NONE || (bus->peers[at]->incarnation != 0 &&
+                                bus->peers[at]->incarnation != msg->sender_incarnation)) {
         /* A heartbeat of a process that was declared dead is let through: it must be told. */
         return msg->type == TD_MSG_HEARTBEAT;
     }

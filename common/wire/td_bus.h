@@ -13,12 +13,21 @@
 #include "common/base/td_status.h"
 #include "common/wire/td_msg.h"
 
-#define TD_BUS_OUTBOX_MAX 4096u /* messages waiting for one peer */
-#define TD_BUS_HWM 4096         /* messages inside ZeroMQ, each direction */
-#define TD_BUS_PEERS_MAX TD_MSG_PEERS_MAX
+#define TD_BUS_OUTBOX_MAX 4096u                   /* messages waiting for one peer */
+#define TD_BUS_HWM 4096                           /* messages inside ZeroMQ, each direction */
+#define TD_BUS_PEERS_MAX (TD_MSG_PEERS_MAX + 64u) /* those of a list, routers, who is refused */
 #define TD_BUS_WAIT_FDS_MAX 8
 
 typedef struct td_bus td_bus_t;
+
+/** ZeroMQ's threads and sockets of several buses in one process. */
+typedef struct td_bus_io td_bus_io_t;
+/** Units: threads, 1 or more; sockets_max: one for each bus and one for each of its peers.
+ * Errors: TD_ERR_NO_MEMORY, TD_ERR_INVALID (more than ZeroMQ can have).
+ * Owner: the caller ends it with td_bus_io_destroy(), after its buses. */
+TD_MUST_CHECK td_status_t td_bus_io_create(uint32_t threads, uint32_t sockets_max,
+                                           td_bus_io_t **out);
+void td_bus_io_destroy(td_bus_io_t *io);
 
 typedef struct td_bus_config {
     const char *bind;      /* "tcp://127.0.0.1:*" or with a port */
@@ -27,6 +36,7 @@ typedef struct td_bus_config {
     uint64_t incarnation;
     const uint8_t *secret; /* [TD_CLUSTER_SECRET_BYTES] */
     bool curve;            /* also forced by an endpoint off loopback */
+    td_bus_io_t *io;       /* borrowed until td_bus_destroy(); NULL: one of its own */
 } td_bus_config_t;
 
 /** Errors: TD_ERR_IO (cannot bind: logged), TD_ERR_NO_MEMORY. Owner: the caller. */
@@ -59,6 +69,11 @@ TD_MUST_CHECK td_status_t td_bus_send(td_bus_t *bus, const char *id, td_msg_t *m
  * Shape: readable_out [fd_count]. Units: timeout_ms, 0 = look only. */
 void td_bus_wait(td_bus_t *bus, const int *fds, uint32_t fd_count, uint32_t timeout_ms,
                  bool *readable_out);
+/** Becomes readable when messages have come; it stays so until td_bus_recv() has found none. For
+ * whoever waits for many buses at once, in place of td_bus_wait(). Owner: the bus. */
+int td_bus_fd(const td_bus_t *bus);
+/** Tries again to send what waits. td_bus_wait() does it too. */
+void td_bus_flush(td_bus_t *bus);
 /** Takes the next message. Foreign, stale and malformed ones are counted and skipped, a bounded
  * number in one call. Errors: TD_ERR_NOT_FOUND (none waiting, or none among those looked at).
  * Owner:  as td_msg_decode(). */

@@ -16,6 +16,7 @@ typedef struct link {
     bool wanted;               /* there is such a router, as far as we know */
     bool registered;
     bool listed;           /* its list of peers came since */
+    uint64_t list_version; /* of that list, with the changes that came */
     bool fenced;           /* reported already, until the next lease */
     uint64_t ticket_epoch; /* of the tickets we may have of it */
     bool told_draining;
@@ -333,12 +334,30 @@ static void drop_unlisted(td_member_t *m)
     }
 }
 
-static void handle_peers(td_member_t *m, link_t *link, const td_msg_peers_t *list)
+/* What is not on its list any more: all, or those that it says are gone. */
+static void unlist(td_member_t *m, const link_t *link, const td_msg_peers_t *list)
 {
-    for (uint32_t i = 0; i < m->peer_count; i++) {
+    for (uint32_t i = 0; list->since == 0 && i < m->peer_count; i++) {
         m->peers[i].seen_by &= ~bit_of(m, link);
     }
+    for (uint32_t i = 0; i < list->gone_count; i++) {
+        td_member_peer_t *known = peer_find(m, list->gone[i]);
+        if (known != NULL) {
+            known->seen_by &= ~bit_of(m, link);
+        }
+    }
+}
+
+static void handle_peers(td_member_t *m, link_t *link, const td_msg_peers_t *list)
+{
+    if (list->since != 0 && list->since != link->list_version) {
+        link->registered = false; /* what came before was lost: who registers gets it all */
+        link->next_send_ns = 0;
+        return;
+    }
+    unlist(m, link, list);
     link->listed = true;
+    link->list_version = list->version;
     for (uint32_t i = 0; i < list->count; i++) {
         if (list->peers[i].role != TD_ROLE_ROUTER) {
             peer_apply(m, &list->peers[i], bit_of(m, link)); /* ourselves too: a store is its own
@@ -358,6 +377,7 @@ static void send_register(td_member_t *m, const link_t *link)
     msg.u.reg.self.incarnation = td_bus_incarnation(m->bus);
     msg.u.reg.self.endpoint = td_bus_endpoint(m->bus);
     msg.u.reg.ticket_epoch = link->ticket_epoch;
+    msg.u.reg.peer_changes = true;
     status = td_bus_send(m->bus, link->router.id, &msg);
     if (status != TD_OK) {
         TD_LOG_WARN("registration not sent", "router=%s status=%s", link->router.id,
@@ -398,6 +418,7 @@ static void link_watch(td_member_t *m, link_t *link, uint64_t now)
         link->registered = false;
         if (td_member_registered(m) > 0) {
             link->listed = false; /* others say who is there */
+            link->list_version = 0;
             drop_unlisted(m);
         }
     }

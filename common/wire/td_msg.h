@@ -25,7 +25,7 @@
 #define TD_MSG_DRAFT_WEIGHT_MAX 1e9 /* of a number in it */
 #define TD_MSG_STOPS_MAX 16u
 #define TD_MSG_STOP_BYTES_MAX 1024u
-#define TD_MSG_PEERS_MAX 1024u
+#define TD_MSG_PEERS_MAX 2048u
 
 typedef enum td_msg_type {
     TD_MSG_NONE = 0,
@@ -111,6 +111,7 @@ typedef struct td_msg_register {
     const char *version;
     uint64_t ticket_epoch; /* another than before: all tickets of this router are void; 0: none */
     uint32_t drafters;     /* decode: bits of td_drafter_t that it offers */
+    bool peer_changes;     /* it takes lists of peers that hold changes alone */
 } td_msg_register_t;
 
 typedef struct td_msg_registered {
@@ -123,8 +124,11 @@ typedef struct td_msg_registered {
 
 typedef struct td_msg_peers {
     uint64_t version;
+    uint64_t since; /* 0: these are all; else what has changed since that version */
     uint32_t count;
     const td_msg_peer_t *peers;
+    uint32_t gone_count; /* 0 where these are all */
+    const char *const *gone;
 } td_msg_peers_t;
 
 typedef struct td_msg_heartbeat {

@@ -18,9 +18,34 @@
 #define UNPACKED_BYTES_MAX(len) (65536u + 8 * (len))
 #define REFUSAL_LOG_MS 100u
 
+/* A message is unpacked into one piece of memory, and further ones where it is not enough. Under
+ * AddressSanitizer each array stands alone, so that reading past one is seen. */
+#if defined(__SANITIZE_ADDRESS__)
+#define PIECE_BYTES(len) ((size_t)0)
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define PIECE_BYTES(len) ((size_t)0)
+#endif
+#endif
+#ifndef PIECE_BYTES
+#define PIECE_BYTES(len) (1024u + 4 * (len))
+#endif
+
+typedef struct arena_piece {
+    struct arena_piece *next;
+    size_t cap; /* bytes */
+    size_t used;
+    _Alignas(max_align_t) uint8_t bytes[];
+} arena_piece_t;
+
 struct td_msg_arena {
-    PB(Envelope) * envelope; /* owned */
+    PB(Envelope) * envelope; /* in the pieces */
     void *extra;             /* owned, or NULL: arrays that have another form in C */
+    arena_piece_t *pieces;   /* owned; the one in use first */
+    size_t left;             /* bytes that may still be taken */
+    /* Why unpacking answered NULL: bad bytes, or one of these. */
+    bool too_large;
+    bool no_memory;
 };
 
 const char *td_role_name(td_role_t role)
@@ -145,6 +170,7 @@ static td_status_t encode_register(const td_msg_t *msg, PB(Envelope) * env, td_s
     pb.version = pb_text(m->version);
     pb.drafters = m->drafters;
     pb.ticket_epoch = m->ticket_epoch;
+    pb.peer_changes = m->peer_changes;
     env->body_case = TANDEM__V1__ENVELOPE__BODY_REGISTER;
     env->register_ = &pb;
     return pack(msg, env, out);
@@ -182,6 +208,9 @@ static td_status_t encode_peers(const td_msg_t *msg, PB(Envelope) * env, td_str_
         pb.version = m->version;
         pb.peers = list;
         pb.n_peers = m->count;
+        pb.since = m->since;
+        pb.gone = UNCONST(char *, m->gone);
+        pb.n_gone = m->gone_count;
         env->body_case = TANDEM__V1__ENVELOPE__BODY_PEERS;
         env->peers = &pb;
         status = pack(msg, env, out);
@@ -833,6 +862,7 @@ static td_status_t read_register(const PB(Register) * pb, td_msg_register_t *m)
     m->version = pb->version;
     m->drafters = pb->drafters;
     m->ticket_epoch = pb->ticket_epoch;
+    m->peer_changes = pb->peer_changes;
     return TD_OK;
 }
 
@@ -870,7 +900,12 @@ static td_status_t read_peers(const PB(Peers) * pb, td_msg_peers_t *m, td_msg_ar
 {
     td_msg_peer_t *peers = NULL;
 
-    MUST(pb->n_peers <= TD_MSG_PEERS_MAX, "too many peers");
+    MUST(pb->n_peers <= TD_MSG_PEERS_MAX && pb->n_gone <= TD_MSG_PEERS_MAX, "too many peers");
+    MUST(pb->since != 0 || pb->n_gone == 0, "peers gone of a whole list");
+    MUST(pb->since <= pb->version, "changes since a later version");
+    for (size_t i = 0; i < pb->n_gone; i++) {
+        MUST(id_ok(pb->gone[i]), "id too long or unprintable");
+    }
     peers = td_calloc(pb->n_peers, sizeof(*peers));
     if (peers == NULL) {
         return TD_ERR_NO_MEMORY;
@@ -880,8 +915,11 @@ static td_status_t read_peers(const PB(Peers) * pb, td_msg_peers_t *m, td_msg_ar
         TD_TRY(read_peer(pb->peers[i], &peers[i]));
     }
     m->version = pb->version;
+    m->since = pb->since;
     m->count = (uint32_t)pb->n_peers;
     m->peers = peers;
+    m->gone_count = (uint32_t)pb->n_gone;
+    m->gone = (const char *const *)pb->gone;
     return TD_OK;
 }
 
@@ -1458,37 +1496,47 @@ static td_status_t read_body(const PB(Envelope) * env, td_msg_t *msg, td_msg_are
     return TD_ERR_PROTOCOL;
 }
 
-/* Why unpacking answered NULL: bad bytes, or one of these. */
-typedef struct unpack_budget {
-    size_t left; /* bytes */
-    bool too_large;
-    bool no_memory;
-} unpack_budget_t;
+static arena_piece_t *arena_grow(td_msg_arena_t *arena, size_t bytes)
+{
+    arena_piece_t *piece = td_alloc(sizeof(*piece) + bytes);
+
+    if (piece == NULL) {
+        arena->no_memory = true;
+        return NULL;
+    }
+    *piece = (arena_piece_t){.next = arena->pieces, .cap = bytes};
+    arena->pieces = piece;
+    return piece;
+}
 
 static void *arena_alloc(void *ctx, size_t bytes)
 {
-    unpack_budget_t *budget = ctx;
-    void *ptr = NULL;
+    td_msg_arena_t *arena = ctx;
+    arena_piece_t *piece = arena->pieces;
+    const size_t need =
+        (bytes + _Alignof(max_align_t) - 1) / _Alignof(max_align_t) * _Alignof(max_align_t);
 
-    if (bytes > budget->left) {
-        budget->too_large = true;
+    if (need > arena->left) {
+        arena->too_large = true;
         return NULL;
     }
-    budget->left -= bytes;
-    ptr = td_alloc(bytes);
-    if (ptr == NULL) {
-        budget->no_memory = true;
+    arena->left -= need;
+    if (piece == NULL || piece->cap - piece->used < need) {
+        piece = arena_grow(arena, need);
     }
-    return ptr;
+    if (piece == NULL) {
+        return NULL;
+    }
+    piece->used += need;
+    return piece->bytes + piece->used - need;
 }
 
+/* All goes at once, with the arena. */
 static void arena_release(void *ctx, void *ptr)
 {
     (void)ctx;
-    td_free(ptr);
+    (void)ptr;
 }
-
-static ProtobufCAllocator release_only = {.free = arena_release};
 
 static td_status_t read_envelope(const PB(Envelope) * env, td_msg_t *msg, td_msg_arena_t *arena)
 {
@@ -1501,12 +1549,23 @@ static td_status_t read_envelope(const PB(Envelope) * env, td_msg_t *msg, td_msg
     return read_body(env, msg, arena);
 }
 
+/* Why there is no envelope. */
+static td_status_t not_unpacked(const td_msg_arena_t *arena, size_t len)
+{
+    if (arena->no_memory) {
+        return TD_ERR_NO_MEMORY;
+    }
+    if (refusal_is_logged()) {
+        TD_LOG_WARN("message refused", "why=\"%s\" bytes=%zu",
+                    arena->too_large ? "too large unpacked" : "not an envelope", len);
+    }
+    return arena->too_large ? TD_ERR_TOO_LARGE : TD_ERR_PROTOCOL;
+}
+
 td_status_t td_msg_decode(const void *bytes, size_t len, td_msg_t *msg_out,
                           td_msg_arena_t **arena_out)
 {
-    unpack_budget_t budget = {.left = UNPACKED_BYTES_MAX(len)};
-    ProtobufCAllocator allocator = {
-        .alloc = arena_alloc, .free = arena_release, .allocator_data = &budget};
+    ProtobufCAllocator allocator = {.alloc = arena_alloc, .free = arena_release};
     td_msg_arena_t *arena = NULL;
     td_status_t status = TD_OK;
     td_msg_t msg;
@@ -1519,19 +1578,13 @@ td_status_t td_msg_decode(const void *bytes, size_t len, td_msg_t *msg_out,
         return TD_ERR_NO_MEMORY;
     }
     memset(&msg, 0, sizeof(msg));
-    arena->envelope = tandem__v1__envelope__unpack(&allocator, len, bytes);
-    if (arena->envelope == NULL) {
-        td_free(arena);
-        if (budget.no_memory) {
-            return TD_ERR_NO_MEMORY;
-        }
-        if (refusal_is_logged()) {
-            TD_LOG_WARN("message refused", "why=\"%s\" bytes=%zu",
-                        budget.too_large ? "too large unpacked" : "not an envelope", len);
-        }
-        return budget.too_large ? TD_ERR_TOO_LARGE : TD_ERR_PROTOCOL;
+    arena->left = UNPACKED_BYTES_MAX(len);
+    allocator.allocator_data = arena;
+    if (PIECE_BYTES(len) == 0 || arena_grow(arena, PIECE_BYTES(len)) != NULL) {
+        arena->envelope = tandem__v1__envelope__unpack(&allocator, len, bytes);
     }
-    status = read_envelope(arena->envelope, &msg, arena);
+    status = arena->envelope == NULL ? not_unpacked(arena, len)
+                                     : read_envelope(arena->envelope, &msg, arena);
     if (status != TD_OK) {
         td_msg_arena_free(arena);
         return status;
@@ -1546,7 +1599,11 @@ void td_msg_arena_free(td_msg_arena_t *arena)
     if (arena == NULL) {
         return;
     }
-    tandem__v1__envelope__free_unpacked(arena->envelope, &release_only);
+    while (arena->pieces != NULL) {
+        arena_piece_t *next = arena->pieces->next;
+        td_free(arena->pieces);
+        arena->pieces = next;
+    }
     td_free(arena->extra);
     td_free(arena);
 }

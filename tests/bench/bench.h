@@ -15,10 +15,13 @@
 
 /** Subcommands: arguments from their own name on; they answer the exit code. */
 int bench_eval(int argc, char **argv);
+int bench_mock(int argc, char **argv);
 int bench_model(int argc, char **argv);
 int bench_handoff(int argc, char **argv);
 int bench_hot(int argc, char **argv);
+int bench_instant(int argc, char **argv);
 int bench_kv(int argc, char **argv);
+int bench_load(int argc, char **argv);
 int bench_router(int argc, char **argv);
 int bench_serve(int argc, char **argv);
 int bench_spec(int argc, char **argv);

@@ -20,6 +20,8 @@ import sys
 import time
 import urllib.request
 
+import router_load
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 LOCAL = os.path.join(ROOT, "deploy", "local.sh")
 SETUP = os.path.join(ROOT, "deploy", "setup.sh")
@@ -31,6 +33,7 @@ ROUNDS = 3  # of both sides, in turn
 SESSIONS = 16
 TURNS = 4
 SUBJECTS = ("model", "kv", "router", "transfer", "store", "hot", "handoff", "spec", "serve")
+PEER_ROUTER_VERSION = "sglang-router==0.3.2"
 START_S = 120  # for a server to come up
 
 # What is expected of figures that need no peer: subject, key, at least or at most what (a number, or
@@ -54,14 +57,15 @@ LIMITS = [("model", "attention_gmac_s", ">=", 75),
           ("handoff", "shm_split_ttft_ratio", "<=", 1.05),
           ("handoff", "tcp_split_ttft_ratio", "<=", 1.05),
           ("handoff", "cached_ttft_ratio", "<=", 0.15),
-          ("handoff", "chat_turn_ttft_ms_p50", "<=", 150)]
+          ("handoff", "chat_turn_ttft_ms_p50", "<=", 150),
+          ("router", "place_1000_nodes_us_p99", "<=", 100)]
 # How many times as good as the peer figures should be; others at least as good.
 PEER_TARGETS = {"tcp_fetch_gb_s": 0.8, "tcp_put_gb_s": 2.0, "tcp_get_gb_s": 2.0, "shm_put_gb_s": 5.0,
                 "shm_get_gb_s": 5.0, "prefill_512_tok_s": 4.0, "prefill_2048_tok_s": 3.8, "decode_b1_tok_s": 2.0,
                 "decode_b8_tok_s": 4.5, "decode_b16_tok_s": 4.5, "verify_4_ms": 4.5,
-                "tok_s": 3.0, "ttft_ms_p90": 2.0}
+                "tok_s": 3.0, "ttft_ms_p90": 2.0, "whole_c64_rps": 2.0, "stream_c64_rps": 2.0}
 PEERS = {"model": "llama.cpp", "serve": "llama-server", "transfer": "ucx_perftest",
-         "store": "Mooncake's store over tcp"}
+         "store": "Mooncake's store over tcp", "router": "sglang-router"}
 
 
 def say(text):
@@ -295,6 +299,20 @@ def mooncake_python():
     return python
 
 
+def sglang_router(options):
+    """The peer's program: PEER_SGLANG names a venv that has it, else one is made."""
+    venv = os.environ.get("PEER_SGLANG") or os.path.join(options.out, "venv-sglang")
+    program = os.path.join(venv, "bin", "sglang-router")
+    if not os.access(program, os.X_OK) and os.environ.get("PEER_SGLANG"):
+        fail(f"PEER_SGLANG={venv} has no sglang-router")
+    if not os.access(program, os.X_OK):
+        log = os.path.join(options.out, "venv-sglang.log")
+        run_logged([sys.executable, "-m", "venv", venv], log, "making a venv")
+        run_logged([os.path.join(venv, "bin", "python"), "-m", "pip", "install", PEER_ROUTER_VERSION],
+                   log, "fetching sglang-router")
+    return program
+
+
 def by_carrier(carrier, figures):
     return {f"{carrier}_{key}": value for key, value in figures.items()}
 
@@ -358,13 +376,20 @@ def run_serve(options, program):
     return median_of([r[0] for r in rounds]), median_of([r[1] for r in rounds])
 
 
+def run_router(options):
+    """Its index alone, and all of it before nodes that compute nothing."""
+    index = figures_of(bench_command(options, "router"))
+    ours, theirs = router_load.run(options, LOCAL, sglang_router(options) if options.peers else None,
+                                   figures_of, median_of, free_port, fail)
+    return {**index, **ours}, theirs
+
+
 def run_subjects(options):
     """{subject: (our figures, the peer's or None)}; each is written as soon as it is there."""
     python, program = (peer_tools(options) if options.peers and
                        {"model", "serve"} & set(options.subjects) else (None, None))
     runs = {"model": lambda: run_model(options, python),
             "kv": lambda: (figures_of(bench_command(options, "kv")), None),
-            "router": lambda: (figures_of(bench_command(options, "router")), None),
             "transfer": lambda: run_transfer(options),
             "store": lambda: run_store(options),
             "hot": lambda: (figures_of(bench_command(
@@ -374,7 +399,8 @@ def run_subjects(options):
                 options, "handoff", "--model", options.model, "--tokens", 2048, "--bin", options.bin, "--threads",
                 options.threads, "--local-sh", LOCAL)), None),
             "spec": lambda: run_spec(options),
-            "serve": lambda: run_serve(options, program)}
+            "serve": lambda: run_serve(options, program),
+            "router": lambda: run_router(options)}
     results = {}
     for number, subject in enumerate(options.subjects, 1):
         say(f"{number}/{len(options.subjects)} {subject}")

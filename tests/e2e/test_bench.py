@@ -364,6 +364,26 @@ def test_spec_has_a_row_for_each_cell(options):
     assert "round 1/1: copy, batch 1:" in progress and "auto: at worst" in progress
 
 
+# --- the router alone -----------------------------------------------------------------------------
+
+@test
+def test_load_counts_what_a_back_end_answers(options):
+    command = [os.path.join(options.bin, "tandem-bench"), "instant", "--tokens", "4"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = server.stdout.readline().strip()
+            for more in ((), ("--stream",)):
+                figures, _ = bench(options, "load", "--url", url, "--connections", 8, "--requests", 100,
+                                   *more, "--json")
+                assert figures["requests"] == 100 and figures["errors"] == 0, figures
+                assert 0 < figures["first_byte_ms_p50"] <= figures["e2e_ms_p50"], figures
+        finally:
+            server.terminate()
+        assert server.wait() == 0
+    _, said = bench(options, "load", "--url", url, "--requests", 1, code=1)
+    assert "a request failed: the connection was closed" in said, said
+
+
 # --- options --------------------------------------------------------------------------------------
 
 @test
@@ -378,6 +398,10 @@ def test_bad_options_get_one_clear_line(options):
                  ["model", "--model", "x", "--repeat", "0"],
                  ["handoff"], ["handoff", "--model", "x", "--carrier", "rdma"],
                  ["handoff", "--model", "x", "--local-sh", "nowhere"],
+                 ["load"], ["load", "--url", "http://x", "--connections", "0"],
+                 ["mock"], ["mock", "--router", "tcp://x"],
+                 ["mock", "--router", "x", "--model", "x", "--prefill", "4000", "--decode", "100"],
+                 ["instant", "--port", "70000"],
                  ["kv", "--blocks", "1023"], ["kv", "more"],
                  ["router", "--nodes", "1"], ["router", "--blocks", "255"],
                  ["store", "--carrier", "ib"], ["store", "--batch", "0"],

@@ -359,6 +359,37 @@ static void test_tokenizer_create_refuses_bad_vocabularies(void **state)
     }
 }
 
+/* "abc" is a token, and "bc" leads to it; but "a b" merges before. So it is never the word's,
+ * however often it is asked for. */
+static void test_tokenizer_a_word_that_merges_do_not_make(void **state)
+{
+    static const char *const tokens[] = {"a", "b", "c", "ab", "bc", "abc"};
+    static const char *const merges[] = {"a b", "b c", "a bc"};
+    static const int32_t types[] = {1, 1, 1, 1, 1, 1};
+    static const uint32_t ab_c[] = {3, 2};
+    static const uint32_t bc[] = {4};
+    td_str_t file = {0};
+    td_gguf_t *gguf = NULL;
+    td_tokenizer_t *tok = NULL;
+    (void)state;
+
+    gb_header(&file, 0, 5);
+    gb_kv_str(&file, "tokenizer.ggml.model", "gpt2");
+    gb_kv_str(&file, "tokenizer.ggml.pre", "smollm");
+    gb_kv_strs(&file, "tokenizer.ggml.tokens", tokens, TD_ARRAY_LEN(tokens));
+    gb_kv_strs(&file, "tokenizer.ggml.merges", merges, TD_ARRAY_LEN(merges));
+    gb_kv_i32s(&file, "tokenizer.ggml.token_type", types, TD_ARRAY_LEN(types));
+    assert_int_equal(td_gguf_open_bytes(file.bytes, file.len, &gguf), TD_OK);
+    assert_int_equal(td_tokenizer_create(gguf, &tok), TD_OK);
+    for (uint32_t i = 0; i < 3; i++) {
+        assert_ids(tok, "abc", 3, true, ab_c, 2);
+        assert_ids(tok, "bc", 2, true, bc, 1);
+    }
+    td_tokenizer_destroy(tok);
+    td_gguf_close(gguf);
+    td_str_fini(&file);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -371,6 +402,7 @@ int main(void)
         cmocka_unit_test(test_tokenizer_is_not_quadratic),
         cmocka_unit_test(test_tokenizer_refuses_too_long_text),
         cmocka_unit_test(test_detok_holds_back_incomplete_characters),
+        cmocka_unit_test(test_tokenizer_a_word_that_merges_do_not_make),
         cmocka_unit_test(test_tokenizer_create_refuses_bad_vocabularies),
     };
     return cmocka_run_group_tests(tests, group_setup, group_teardown);

@@ -196,6 +196,8 @@ static void test_reply_chunks(void **state)
     uint32_t offset = 0;
     td_msg_usage_t usage = {.prompt_tokens = 1, .completion_tokens = 2};
     const json_t *json = NULL;
+    td_str_t begin = {0};
+    td_str_t again = {0};
 
     p.finish = TD_FINISH_NONE;
     fx->head.usage_null = true;
@@ -216,6 +218,15 @@ static void test_reply_chunks(void **state)
     td_str_clear(&fx->out);
     assert_int_equal(rtr_reply_chunk(&fx->head, 2, true, &p, 1, &offset, &fx->out), TD_OK);
     assert_null(at(read_json(fx, 6), "choices.0.delta.role"));
+
+    /* The beginning that is made once is the one of each. */
+    assert_int_equal(rtr_reply_chunk_head(&fx->head, &begin), TD_OK);
+    fx->head.chunk_head = &begin;
+    assert_int_equal(rtr_reply_chunk(&fx->head, 2, true, &p, 1, &offset, &again), TD_OK);
+    assert_string_equal(again.bytes, fx->out.bytes);
+    fx->head.chunk_head = NULL;
+    td_str_fini(&begin);
+    td_str_fini(&again);
 
     td_str_clear(&fx->out);
     assert_int_equal(rtr_reply_usage_chunk(&fx->head, &usage, &fx->out), TD_OK);

@@ -623,6 +623,54 @@ static void test_msg_codec_survives_every_failing_allocation(void **state)
 }
 
 /* I6: two bytes of a peer that says nothing are a struct of a hundred. */
+static td_status_t decode_of(const td_msg_t *msg)
+{
+    td_str_t bytes = {0};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t out;
+    td_status_t status = TD_OK;
+
+    assert_int_equal(td_msg_encode(msg, &bytes), TD_OK);
+    status = td_msg_decode(bytes.bytes, bytes.len, &out, &arena);
+    if (status == TD_OK) {
+        td_msg_arena_free(arena);
+    }
+    td_str_fini(&bytes);
+    return status;
+}
+
+static void test_msg_peers_tell_changes(void **state)
+{
+    const char *gone[2] = {"c", "d"};
+    td_msg_peer_t peer = {.id = "a", .role = TD_ROLE_PREFILL, .endpoint = "tcp://a"};
+    td_msg_t msg = {
+        .type = TD_MSG_PEERS,
+        .sender_id = "router",
+        .u.peers = {
+            .version = 9, .since = 8, .count = 1, .peers = &peer, .gone_count = 2, .gone = gone}};
+    td_msg_arena_t *arena = NULL;
+    td_msg_t out = roundtrip(&msg, &arena);
+    (void)state;
+
+    assert_int_equal(out.u.peers.version, 9);
+    assert_int_equal(out.u.peers.since, 8);
+    assert_int_equal(out.u.peers.count, 1);
+    assert_int_equal(out.u.peers.gone_count, 2);
+    assert_string_equal(out.u.peers.gone[0], "c");
+    assert_string_equal(out.u.peers.gone[1], "d");
+    td_msg_arena_free(arena);
+    msg.u.peers.since = 10; /* later than what it leads to */
+    assert_int_equal(decode_of(&msg), TD_ERR_PROTOCOL);
+    msg.u.peers.since = 0; /* all there are, and some that are not */
+    assert_int_equal(decode_of(&msg), TD_ERR_PROTOCOL);
+    msg.u.peers.gone_count = 0;
+    assert_int_equal(decode_of(&msg), TD_OK);
+    msg.u.peers.since = 8;
+    msg.u.peers.gone_count = 2;
+    gone[1] = "with a\nline";
+    assert_int_equal(decode_of(&msg), TD_ERR_PROTOCOL);
+}
+
 static void test_i6_msg_refuses_what_unpacks_to_far_more(void **state)
 {
     td_msg_peer_t peers[2] = {{.id = "a", .role = TD_ROLE_PREFILL, .endpoint = "tcp://a"},
@@ -668,6 +716,7 @@ int main(void)
         cmocka_unit_test(test_msg_decode_refuses_what_breaks_the_rules),
         cmocka_unit_test(test_msg_decode_survives_every_flipped_byte),
         cmocka_unit_test(test_msg_codec_survives_every_failing_allocation),
+        cmocka_unit_test(test_msg_peers_tell_changes),
         cmocka_unit_test(test_i6_msg_refuses_what_unpacks_to_far_more),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
