@@ -10,6 +10,7 @@
 #include "common/base/td_base.h"
 #include "common/kv/td_hash_avx2.h"
 #include "common/base/td_log.h"
+#include "common/base/td_private.h"
 
 #define SECRET_FILE_BYTES_MIN 32
 #define SECRET_FILE_BYTES_MAX 4096
@@ -62,10 +63,10 @@ td_status_t td_cluster_secret_load(const char *path, uint8_t out[TD_CLUSTER_SECR
     }
     got = read(fd, bytes, sizeof(bytes));
     (void)close(fd);
-    if ((st.st_mode & 077) != 0 || got < SECRET_FILE_BYTES_MIN) {
+    if (!td_file_is_private(&st) || got < SECRET_FILE_BYTES_MIN) {
         TD_LOG_ERROR("cluster secret refused",
                      "file=%s mode=%03o bytes=%zd "
-                     "expected=\"at least 32 bytes, mode 0600\"",
+                     "expected=\"at least 32 bytes, " TD_PRIVATE_EXPECTED "\"",
                      path, (unsigned)st.st_mode & 0777u, got);
         return TD_ERR_INVALID;
     }
