@@ -199,6 +199,7 @@ static void run(app_t *app)
         td_coord_resign_wait(app->coord, RESIGN_MS); /* nodes that come look for others */
     }
     rtr_loop_drain(app->loop, (uint32_t)td_config_u64(app->proc.config, "drain-ms"));
+    rtr_http_close_door(app->http);
     flush_ns = td_now_ns() + FLUSH_MS * TD_NS_PER_MS;
     while (rtr_gone_watched(app->gone) > 0 && td_remaining_ns(flush_ns) > 0) {
         (void)rtr_loop_step(app->loop, -1, 5);

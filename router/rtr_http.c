@@ -599,6 +599,15 @@ void rtr_http_drain(rtr_http_t *http)
     atomic_store_explicit(&http->draining, true, memory_order_relaxed);
 }
 
+void rtr_http_close_door(rtr_http_t *http)
+{
+    const MHD_socket door = MHD_quiesce_daemon(http->daemon);
+
+    if (door != MHD_INVALID_SOCKET) {
+        (void)close(door);
+    }
+}
+
 void rtr_http_stop(rtr_http_t *http)
 {
     if (http == NULL || http->daemon == NULL) {

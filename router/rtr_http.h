@@ -27,6 +27,9 @@ typedef struct rtr_http rtr_http_t;
 TD_MUST_CHECK td_status_t rtr_http_create(const rtr_http_config_t *config, rtr_http_t **out);
 /** New generation requests are refused from now on. */
 void rtr_http_drain(rtr_http_t *http);
+/** No connection is taken any more: who comes is refused, and asks another router, instead of being
+ * cut off at the end. Once. */
+void rtr_http_close_door(rtr_http_t *http);
 /** Wakes what is suspended and ends the server's thread. */
 void rtr_http_stop(rtr_http_t *http);
 void rtr_http_destroy(rtr_http_t *http);

@@ -51,7 +51,8 @@ class Indexed(Cluster):
 
 
 def cluster(options, **more):
-    return Indexed(options.bin, **{"prefill": 1, "decode": 1, "kvstore": 1, "kv_memory": "24M", **more})
+    return Indexed(options.bin, **{"prefill": 1, "decode": 1, "kvstore": 1, "kv_memory": "24M",
+                                   "router_args": ["--queue-ms", "60000"], **more})
 
 
 @test

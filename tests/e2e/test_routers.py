@@ -211,8 +211,8 @@ def test_i9_routers_restarted_in_turn_under_load_fail_nothing(options):
                                  seed=number).text
                 except HTTPError as error:
                     assert error.status == 503, error
-                except ConnectionRefusedError:
-                    pass
+                except ConnectionError:
+                    pass  # refused, or cut before a byte of an answer came
             raise AssertionError("no router answers")
 
         def load(number):

@@ -15,10 +15,10 @@ static void test_private_is_what_nobody_else_reads(void **state)
         uid_t self;
         bool is_private;
     } cases[] = {
-        {0600, 7, 7, true},    {0400, 7, 7, true},    {0640, 7, 7, false},  {0604, 7, 7, false},
-        {0620, 7, 7, false},   {0600, 0, 0, true},    {0640, 0, 0, false},  {0440, 0, 7, true},
-        {0640, 0, 7, true},    {0644, 0, 7, false},   {0660, 0, 7, false},  {0450, 0, 7, true},
-        {0640, 8, 7, false},   {0100600, 7, 7, true}, {0100644, 0, 7, false},
+        {0600, 7, 7, true},  {0400, 7, 7, true},    {0640, 7, 7, false},    {0604, 7, 7, false},
+        {0620, 7, 7, false}, {0600, 0, 0, true},    {0640, 0, 0, false},    {0440, 0, 7, true},
+        {0640, 0, 7, true},  {0644, 0, 7, false},   {0660, 0, 7, false},    {0450, 0, 7, true},
+        {0640, 8, 7, false}, {0100600, 7, 7, true}, {0100644, 0, 7, false},
     };
     (void)state;
 
