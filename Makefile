@@ -70,7 +70,7 @@ $(B)/libtandem.a: $(COMMON_SRC:%.c=$(B)/%.o) $(PROTO_SRC:$(GEN)/%.c=$(B)/gen/%.o
 -include $(shell find $(B) -name '*.d' 2>/dev/null)
 
 # --- what a user runs -----------------------------------------------------------------------
-.PHONY: setup model demo up down check cleanroom bench format check-layers chaos fuzz check-build
+.PHONY: setup model demo up down check install cleanroom bench format check-layers chaos fuzz check-build
 setup:
 	@deploy/setup.sh
 model: setup
@@ -101,6 +101,11 @@ bench: setup model
 	@$(MAKE) --no-print-directory -j$(shell nproc) programs
 	@python3 tests/bench/run_bench.py --model $(MODEL) $(if $(filter-out 0,$(PEERS)),--peers) \
 	    $(if $(ONLY),--only $(ONLY))
+# Programs, units, manual page, completion and sample configurations. PREFIX is where they will be,
+# DESTDIR a root to put them below.
+PREFIX ?= /usr/local
+install: programs
+	@deploy/install.sh "$(BIN)" "$(DESTDIR)" "$(PREFIX)"
 cleanroom:
 	@deploy/cleanroom.sh
 check-layers:
@@ -116,5 +121,6 @@ help:
 	@echo "make check      set up, build, run every test (SAN=address,undefined or SAN=thread)"
 	@echo "make chaos      kill and freeze every process at every named step, 20 rounds"
 	@echo "make fuzz       libFuzzer over every decoder of outside bytes (FUZZ_SECONDS=60 each)"
+	@echo "make install    programs, systemd units, manual page, samples (DESTDIR=, PREFIX=/usr/local)"
 	@echo "make cleanroom  run demo and check in a minimal Debian root"
 	@echo "make bench      all figures, a table and a plot in build/bench (PEERS=1: llama.cpp's too)"
