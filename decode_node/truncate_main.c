@@ -8,11 +8,11 @@
 #include "common/base/td_log.h"
 #include "common/model/td_gguf_truncate.h"
 
-static int usage(void)
+static int usage(FILE *out)
 {
     (void)fputs("usage: tandem-truncate --layers L IN OUT\n"
                 "Writes to OUT the GGUF model IN with its first L layers only.\n",
-                stderr);
+                out);
     return 2;
 }
 
@@ -48,12 +48,16 @@ int main(int argc, char **argv)
     char *end = NULL;
     unsigned long layers = 0;
 
+    if (argc == 2 && strcmp(argv[1], "--help") == 0) {
+        (void)usage(stdout);
+        return 0;
+    }
     if (argc != 5 || strcmp(argv[1], "--layers") != 0) {
-        return usage();
+        return usage(stderr);
     }
     layers = strtoul(argv[2], &end, 10);
     if (argv[2][0] < '0' || argv[2][0] > '9' || *end != '\0' || layers > UINT32_MAX) {
-        return usage();
+        return usage(stderr);
     }
     return truncate_file(argv[3], (uint32_t)layers, argv[4]) == TD_OK ? 0 : 1;
 }

@@ -280,7 +280,8 @@ class Cluster:
         self.kill(process_id, sig)
         # A leader may be a zombie while its threads still end, and hold the ports.
         tasks = f"/proc/{entry['pid']}/task/*"
-        wait_until(lambda: not self.alive(process_id) and len(glob.glob(tasks)) < 2, 20,
+        wait_until(lambda: not self.alive(process_id) and len(glob.glob(tasks)) < 2,
+                   240 if "san-" in self.bin else 20,
                    f"{process_id} has ended")
         return command
 

@@ -43,7 +43,8 @@ class Turns:
     def __init__(self, options, seed):
         self.cluster = Cluster(options.bin, routers=2, prefill=2, decode=3, kvstore=2, threads=1,
                                kv_memory="256M", kvstore_args=["--capacity", "64M", "--replicas", "2"],
-                               router_args=["--queue-ms", "60000", "--drain-ms", "20000"])
+                               router_args=["--queue-ms", "60000", "--drain-ms",
+                                            "200000" if "san-" in options.bin else "20000"])
         self.random = random.Random(seed)
         self.requests = list(requests())
         self.expected = []
