@@ -7,6 +7,7 @@ One line for each file, the output of those that failed at the end, and last the
 usage: tests/run.py [--bin DIR] [--san SANITIZERS] [--only TEXT] [-v]
 """
 import argparse
+import collections
 import glob
 import os
 import re
@@ -195,8 +196,8 @@ class Lanes:
         self.verbose = args.verbose
         self.env = environment(args.san)
         self.total = len(files)
-        self.computing = [file for file in files if not WAITING.search(file[0])]
-        self.waiting = [file for file in files if WAITING.search(file[0])]
+        self.computing = collections.deque(f for f in files if not WAITING.search(f[0]))
+        self.waiting = collections.deque(f for f in files if WAITING.search(f[0]))
         self.outcomes = []  # of those that are done
         self.stopped = False
 
@@ -207,6 +208,8 @@ class Lanes:
         else:
             beside.start()
         self._run_lane(self.computing)
+        if not self.verbose:
+            self._run_lane(self.waiting)  # what is left of them, two at a time
         while beside.is_alive():
             beside.join(timeout=1)  # an interrupt is seen in between
 
@@ -216,8 +219,10 @@ class Lanes:
             interrupt(process)
 
     def _run_lane(self, files):
-        for path, command, limit_s in files:
-            if self.stopped:
+        while not self.stopped:
+            try:
+                path, command, limit_s = files.popleft()
+            except IndexError:
                 return
             outcome = Outcome(path)
             started = time.monotonic()
