@@ -25,7 +25,8 @@ typedef struct app {
     rtr_model_file_t model;
     rtr_slo_live_t slo;
     td_coord_t *coord; /* NULL: without etcd */
-    rtr_auth_t *auth;  /* NULL: no keys */
+    rtr_tenants_t *tenants;
+    rtr_auth_t *auth; /* NULL: no keys */
     rtr_gone_t *gone;
     rtr_loop_t *loop;
     rtr_workers_t *workers;
@@ -60,7 +61,8 @@ static const td_option_t options[] = {
      "percent of open requests that try another drafter or bound of k, to learn", 0, 100},
     {"policy", TD_OPTION_CHOICE, "kv_aware", "how prompts are placed on nodes", 0, 0,
      RTR_POLICY_NAMES},
-    {"api-key-file", TD_OPTION_TEXT, NULL, "one key a line, mode 0600: then a key is needed"},
+    {"api-key-file", TD_OPTION_TEXT, NULL,
+     "mode 0600; a line is a key, and what its tenant may use: then a key is needed"},
     {"admin", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the admin RPC; none: there is no such"},
     {"admin-keys", TD_OPTION_TEXT, NULL,
      "folder of its CURVE keys; made with a first client's when it is missing"},
@@ -156,8 +158,9 @@ static td_status_t start(app_t *app)
     atomic_init(&app->slo.tbt_ms, (uint32_t)td_config_u64(config, "slo-tbt-ms"));
     TD_TRY(start_model(app));
     TD_TRY(rtr_policy_parse(td_config_text(config, "policy"), &loop.policy));
+    TD_TRY(rtr_tenants_create(&app->tenants));
     if (keys != NULL) {
-        TD_TRY(rtr_auth_load(keys, &app->auth));
+        TD_TRY(rtr_auth_load(keys, app->proc.secret, app->tenants, &app->auth));
     }
     rtr_metrics_declare(app->proc.metrics, &app->metrics);
     TD_TRY(td_proc_open(&app->proc, false));
@@ -167,10 +170,12 @@ static td_status_t start(app_t *app)
     loop.block_bytes = app->model.block_bytes;
     loop.layers = app->model.layers;
     loop.slo = &app->slo;
+    loop.tenants = app->tenants;
     TD_TRY(rtr_loop_create(&loop, &app->loop));
     TD_TRY(rtr_workers_create((uint32_t)td_config_u64(config, "workers"), &app->model.model,
                               app->loop, &app->workers));
     http.auth = app->auth;
+    http.tenants = app->tenants;
     http.gone = app->gone;
     http.loop = app->loop;
     http.workers = app->workers;
@@ -227,6 +232,7 @@ int main(int argc, char **argv)
     rtr_loop_destroy(app.loop);
     rtr_gone_destroy(app.gone);
     rtr_auth_destroy(app.auth);
+    rtr_tenants_destroy(app.tenants);
     td_coord_destroy(app.coord);
     rtr_model_file_fini(&app.model);
     td_proc_fini(&app.proc);

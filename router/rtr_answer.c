@@ -29,7 +29,7 @@ static void handle_reserved(rtr_tickets_t *ts, rtr_ticket_t *t, const td_msg_t *
         rtr_attempt_failed(ts, t, m->status, t->decode.slot, "reserve refused");
         return;
     }
-    rtr_queue_leave(ts, t);
+    rtr_queue_serve(ts, t);
     t->state = RTR_TICKET_RUNNING;
     t->start_ns = td_now_ns();
     rtr_drafters_count(ts->config.drafters, &t->draft);

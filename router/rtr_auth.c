@@ -1,21 +1,28 @@
 #include "router/rtr_auth.h"
 
+#include <errno.h>
+#include <inttypes.h>
 #include <sodium.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <strings.h>
 #include <sys/stat.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
+#include "common/wire/td_bus.h"
 
 #define HASH_BYTES 32u
-#define LINE_BYTES_MAX 1024
+#define SPACES " \t"
 
 struct rtr_auth {
+    rtr_tenants_t *tenants;
+    const uint8_t *secret;
     uint32_t count;
     uint8_t hashes[RTR_KEYS_MAX][HASH_BYTES];
+    rtr_tenant_t *owners[RTR_KEYS_MAX];
 };
 
 static void hash_key(const char *key, size_t len, uint8_t out[HASH_BYTES])
@@ -23,36 +30,196 @@ static void hash_key(const char *key, size_t len, uint8_t out[HASH_BYTES])
     (void)crypto_generichash(out, HASH_BYTES, (const uint8_t *)key, len, NULL, 0);
 }
 
+/* --- a line of the file ----------------------------------------------------------------------- */
+
+typedef struct line {
+    const char *key;
+    const char *name; /* NULL: it has none */
+    bool has_terms;
+    rtr_tenant_terms_t terms;
+} line_t;
+
+static bool name_is_valid(const char *name)
+{
+    const size_t len = strlen(name);
+
+    for (size_t i = 0; i < len; i++) {
+        if ((name[i] < 'a' || name[i] > 'z') && (name[i] < 'A' || name[i] > 'Z') &&
+            (name[i] < '0' || name[i] > '9') && strchr("._-", name[i]) == NULL) {
+            return false;
+        }
+    }
+    return len >= 1 && len <= RTR_TENANT_NAME_CHARS_MAX && strcmp(name, "other") != 0;
+}
+
+static bool read_number(const char *text, uint32_t most, uint32_t *out)
+{
+    char *end = NULL;
+    unsigned long long value = 0;
+
+    errno = 0;
+    value = strtoull(text, &end, 10);
+    if (text[0] < '0' || text[0] > '9' || *end != '\0' || errno != 0 || value == 0 ||
+        value > most) {
+        return false;
+    }
+    *out = (uint32_t)value;
+    return true;
+}
+
+/* `NAME=VALUE`. Answers what was expected in place of it, or NULL. */
+static const char *read_attribute(char *text, line_t *out)
+{
+    const struct {
+        const char *name;
+        uint32_t most;
+        uint32_t *value;
+        const char *expected;
+    } numbers[] = {
+        {"weight", RTR_FAIR_WEIGHT_MAX, &out->terms.weight, "weight=1 to 1000"},
+        {"requests", RTR_TENANT_LIMIT_MAX, &out->terms.requests, "requests=1 to 1000000000"},
+        {"requests-per-minute", RTR_TENANT_LIMIT_MAX, &out->terms.requests_per_minute,
+         "requests-per-minute=1 to 1000000000"},
+        {"tokens-per-minute", RTR_TENANT_LIMIT_MAX, &out->terms.tokens_per_minute,
+         "tokens-per-minute=1 to 1000000000"},
+    };
+    char *value = strchr(text, '=');
+
+    if (value != NULL) {
+        *value++ = '\0';
+    }
+    if (value != NULL && strcmp(text, "name") == 0) {
+        const bool twice = out->name != NULL;
+        out->name = value;
+        return !twice && name_is_valid(value)
+                   ? NULL
+                   : "one name= of 1 to 32 letters, digits, '.', '_' or '-', not 'other'";
+    }
+    for (size_t i = 0; value != NULL && i < TD_ARRAY_LEN(numbers); i++) {
+        if (strcmp(text, numbers[i].name) == 0) {
+            const bool twice = *numbers[i].value != 0;
+            out->has_terms = true;
+            return !twice && read_number(value, numbers[i].most, numbers[i].value)
+                       ? NULL
+                       : numbers[i].expected;
+        }
+    }
+    return "name=, weight=, requests=, requests-per-minute= or tokens-per-minute= behind the key, "
+           "each once";
+}
+
+/* Cuts it into words. Answers what was expected, or NULL. */
+static const char *read_line(char *text, line_t *out)
+{
+    char *rest = NULL;
+    char *word = strtok_r(text, SPACES, &rest);
+
+    *out = (line_t){.key = word};
+    for (word = strtok_r(NULL, SPACES, &rest); word != NULL; word = strtok_r(NULL, SPACES, &rest)) {
+        const char *expected = read_attribute(word, out);
+        if (expected != NULL) {
+            return expected;
+        }
+    }
+    return NULL;
+}
+
+static bool same_terms(const rtr_tenant_terms_t *a, const rtr_tenant_terms_t *b)
+{
+    return a->weight == b->weight && a->requests == b->requests &&
+           a->requests_per_minute == b->requests_per_minute &&
+           a->tokens_per_minute == b->tokens_per_minute;
+}
+
+/* No name that a file gives has a colon. Keyed, so that nobody who sees it can try keys. */
+static void name_by_hash(const rtr_auth_t *auth, const char *key,
+                         char out[RTR_TENANT_NAME_CHARS_MAX + 1])
+{
+    uint8_t hash[crypto_generichash_BYTES_MIN];
+    uint64_t number = 0;
+
+    (void)crypto_generichash(hash, sizeof(hash), (const uint8_t *)key, strlen(key), auth->secret,
+                             TD_CLUSTER_SECRET_BYTES);
+    memcpy(&number, hash, sizeof(number));
+    (void)snprintf(out, RTR_TENANT_NAME_CHARS_MAX + 1, "key:%012" PRIx64, number >> 16);
+}
+
+/* Answers what was expected, or NULL. */
+static const char *take_line(rtr_auth_t *auth, const line_t *line)
+{
+    rtr_tenant_terms_t terms = line->terms;
+    rtr_tenant_t *owner = line->name == NULL ? NULL : rtr_tenants_find(auth->tenants, line->name);
+    uint8_t hash[HASH_BYTES];
+    char name[RTR_TENANT_NAME_CHARS_MAX + 1];
+
+    if (auth->count == RTR_KEYS_MAX) {
+        return "at most 1024 keys";
+    }
+    hash_key(line->key, strlen(line->key), hash);
+    for (uint32_t i = 0; i < auth->count; i++) {
+        if (memcmp(hash, auth->hashes[i], HASH_BYTES) == 0) {
+            return "each key once";
+        }
+    }
+    terms.weight = TD_MAX(terms.weight, 1);
+    if (owner != NULL && line->has_terms && !same_terms(&terms, &owner->terms)) {
+        return "what the first key of that name has, or nothing";
+    }
+    name_by_hash(auth, line->key, name);
+    if (owner == NULL && rtr_tenants_add(auth->tenants, line->name == NULL ? name : line->name,
+                                         &terms, &owner) != TD_OK) {
+        return "a key of another hash";
+    }
+    memcpy(auth->hashes[auth->count], hash, HASH_BYTES);
+    auth->owners[auth->count++] = owner;
+    return NULL;
+}
+
+/* --- the file --------------------------------------------------------------------------------- */
+
 static td_status_t read_keys(FILE *file, const char *path, rtr_auth_t *auth)
 {
-    char line[LINE_BYTES_MAX];
+    char text[RTR_KEY_LINE_BYTES_MAX + 2];
     struct stat info;
+    const char *expected = NULL;
+    uint32_t number = 0;
 
     if (fstat(fileno(file), &info) != 0 || (info.st_mode & 077) != 0) {
         TD_LOG_ERROR("api key file refused", "file=%s expected=\"mode 0600\"", path);
         return TD_ERR_INVALID;
     }
-    while (fgets(line, sizeof(line), file) != NULL) {
-        size_t len = strcspn(line, "\r\n");
-        if (len == 0 || line[0] == '#') {
+    while (expected == NULL && fgets(text, sizeof(text), file) != NULL) {
+        const size_t len = strcspn(text, "\r\n");
+        line_t line;
+        number++;
+        if (len == sizeof(text) - 1) {
+            expected = "at most 1022 bytes";
+            break;
+        }
+        text[len] = '\0';
+        if (text[0] == '#' || text[strspn(text, SPACES)] == '\0') {
             continue;
         }
-        if (auth->count == RTR_KEYS_MAX || len == sizeof(line) - 1) {
-            TD_LOG_ERROR("api key file refused", "file=%s expected=\"at most %u keys\"", path,
-                         RTR_KEYS_MAX);
-            return TD_ERR_INVALID;
+        expected = read_line(text, &line);
+        if (expected == NULL) {
+            expected = take_line(auth, &line);
         }
-        hash_key(line, len, auth->hashes[auth->count++]);
     }
-    sodium_memzero(line, sizeof(line));
-    if (auth->count == 0) {
+    sodium_memzero(text, sizeof(text));
+    if (expected == NULL && auth->count == 0) {
         TD_LOG_ERROR("api key file refused", "file=%s expected=\"one key a line\"", path);
+        return TD_ERR_INVALID;
+    }
+    if (expected != NULL) {
+        TD_LOG_ERROR("api key file refused", "file=%s line=%u expected=\"%s\"", path, number,
+                     expected);
         return TD_ERR_INVALID;
     }
     return TD_OK;
 }
 
-td_status_t rtr_auth_load(const char *path, rtr_auth_t **out)
+td_status_t rtr_auth_load(const char *path, const uint8_t *secret, rtr_tenants_t *tenants,
+                          rtr_auth_t **out)
 {
     rtr_auth_t *auth = NULL;
     FILE *file = fopen(path, "re");
@@ -64,6 +231,8 @@ td_status_t rtr_auth_load(const char *path, rtr_auth_t **out)
     }
     auth = td_calloc(1, sizeof(*auth));
     if (auth != NULL) {
+        auth->tenants = tenants;
+        auth->secret = secret;
         status = read_keys(file, path, auth);
     }
     (void)fclose(file);
@@ -80,18 +249,18 @@ void rtr_auth_destroy(rtr_auth_t *auth)
     td_free(auth);
 }
 
-bool rtr_auth_check(const rtr_auth_t *auth, const char *header)
+rtr_tenant_t *rtr_auth_check(const rtr_auth_t *auth, const char *header)
 {
     static const char scheme[] = "Bearer ";
     uint8_t hash[HASH_BYTES];
-    bool found = false;
+    rtr_tenant_t *owner = NULL;
 
     if (header == NULL || strncasecmp(header, scheme, sizeof(scheme) - 1) != 0) {
-        return false;
+        return NULL;
     }
     hash_key(header + sizeof(scheme) - 1, strlen(header + sizeof(scheme) - 1), hash);
     for (uint32_t i = 0; i < auth->count; i++) {
-        found |= sodium_memcmp(hash, auth->hashes[i], HASH_BYTES) == 0;
+        owner = sodium_memcmp(hash, auth->hashes[i], HASH_BYTES) == 0 ? auth->owners[i] : owner;
     }
-    return found;
+    return owner;
 }

@@ -1,18 +1,30 @@
-/* rtr_auth.h - API keys: one a line of a file that only its owner may read. Keys are kept and
- * compared as hashes, every one of them each time, so the time says nothing about a near miss.
- * Threads: load: init; check: any. */
+/* rtr_auth.h - API keys, of a file that only its owner may read. A line is a key and, behind it,
+ * who has it and what they may use: KEY [name=NAME] [weight=N] [requests=N] [requests-per-minute=N]
+ * [tokens-per-minute=N] Lines that begin with '#', and blank ones, say nothing. Without a name, a
+ * tenant is called by a keyed hash of its key. Keys of one name are one tenant's: the first line of
+ * it says its terms, the others say the same or nothing. Keys are kept and compared as hashes,
+ * every one of them each time, so the time says nothing about a near miss. Threads: load: init;
+ * check: any. */
 #pragma once
 
 #include <stdbool.h>
+#include <stdint.h>
 
 #include "common/base/td_status.h"
+#include "router/rtr_tenants.h"
 
 #define RTR_KEYS_MAX 1024u
+#define RTR_KEY_LINE_BYTES_MAX 1022u
 
 typedef struct rtr_auth rtr_auth_t;
 
-/** Errors: TD_ERR_IO, TD_ERR_INVALID (readable by others, no key, too many), TD_ERR_NO_MEMORY. */
-TD_MUST_CHECK td_status_t rtr_auth_load(const char *path, rtr_auth_t **out);
+/** Adds the tenants of its keys to `tenants`.
+ * Shape:  secret [TD_CLUSTER_SECRET_BYTES].
+ * Errors: TD_ERR_IO, TD_ERR_INVALID (readable by others, no key, too many, a line that is not as
+ * above: the log names it, never the key), TD_ERR_NO_MEMORY.
+ * Owner:  tenants is borrowed and outlives what is loaded. */
+TD_MUST_CHECK td_status_t rtr_auth_load(const char *path, const uint8_t *secret,
+                                        rtr_tenants_t *tenants, rtr_auth_t **out);
 void rtr_auth_destroy(rtr_auth_t *auth);
-/** header: the value of Authorization, or NULL. */
-bool rtr_auth_check(const rtr_auth_t *auth, const char *header);
+/** Whose key that is, or NULL: nobody's. header: the value of Authorization, or NULL. */
+rtr_tenant_t *rtr_auth_check(const rtr_auth_t *auth, const char *header);

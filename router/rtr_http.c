@@ -43,7 +43,8 @@ typedef struct conn {
     const char *url;    /* borrowed from MHD */
     const char *method; /* borrowed from MHD */
     td_str_t body;
-    size_t discarded; /* bytes of a body over the limit */
+    size_t discarded;     /* bytes of a body over the limit */
+    rtr_tenant_t *tenant; /* whose key it came with */
     rtr_request_t *req;
     bool watched;
     uint32_t watch_slot;
@@ -56,6 +57,53 @@ static void add_header(struct MHD_Response *response, const char *name, const ch
     if (value[0] != '\0') {
         (void)MHD_add_response_header(response, name, value);
     }
+}
+
+/* "420ms", "7.500s", "1m12.000s": as OpenAI's API writes times. */
+static void format_time(uint64_t ms, char *out, size_t room)
+{
+    if (ms < 1000) {
+        (void)snprintf(out, room, "%llums", (unsigned long long)ms);
+    } else if (ms < 60000) {
+        (void)snprintf(out, room, "%llu.%03us", (unsigned long long)(ms / 1000),
+                       (unsigned)(ms % 1000));
+    } else {
+        (void)snprintf(out, room, "%llum%u.%03us", (unsigned long long)(ms / 60000),
+                       (unsigned)(ms / 1000 % 60), (unsigned)(ms % 1000));
+    }
+}
+
+static void add_limit(struct MHD_Response *response, const char *of, uint32_t limit, uint32_t left,
+                      uint64_t reset_ms)
+{
+    char name[64];
+    char value[48];
+
+    if (limit == 0) {
+        return;
+    }
+    (void)snprintf(name, sizeof(name), "x-ratelimit-limit-%s", of);
+    (void)snprintf(value, sizeof(value), "%u", limit);
+    add_header(response, name, value);
+    (void)snprintf(name, sizeof(name), "x-ratelimit-remaining-%s", of);
+    (void)snprintf(value, sizeof(value), "%u", left);
+    add_header(response, name, value);
+    (void)snprintf(name, sizeof(name), "x-ratelimit-reset-%s", of);
+    format_time(reset_ms, value, sizeof(value));
+    add_header(response, name, value);
+}
+
+/* What is known of the request by now. */
+static void add_request_headers(struct MHD_Response *response, const rtr_request_t *req)
+{
+    const rtr_limits_view_t *v = &req->limits;
+
+    add_header(response, "x-request-id", req->request_id);
+    add_header(response, "x-tandem-prefill", req->prefill_id);
+    add_header(response, "x-tandem-decode", req->decode_id);
+    add_header(response, "x-tandem-draft", req->draft);
+    add_limit(response, "requests", v->requests, v->requests_left, v->requests_reset_ms);
+    add_limit(response, "tokens", v->tokens, v->tokens_left, v->tokens_reset_ms);
 }
 
 /* Takes text over. retry_after_s: 0 = says nothing of it. */
@@ -88,10 +136,7 @@ static enum MHD_Result answer(const conn_t *conn, int status, const char *type, 
         add_header(response, "WWW-Authenticate", "Bearer");
     }
     if (conn->req != NULL) {
-        add_header(response, "x-request-id", conn->req->request_id);
-        add_header(response, "x-tandem-prefill", conn->req->prefill_id);
-        add_header(response, "x-tandem-decode", conn->req->decode_id);
-        add_header(response, "x-tandem-draft", conn->req->draft);
+        add_request_headers(response, conn->req);
     }
     result = MHD_queue_response(conn->mhd, (unsigned)status, response);
     MHD_destroy_response(response);
@@ -168,7 +213,8 @@ static enum MHD_Result get_metrics(conn_t *conn)
 {
     td_str_t text = {0};
     if (td_metrics_render(conn->http->config.registry, &text) != TD_OK ||
-        rtr_drafters_series(rtr_loop_drafters(conn->http->config.loop), &text) != TD_OK) {
+        rtr_drafters_series(rtr_loop_drafters(conn->http->config.loop), &text) != TD_OK ||
+        rtr_tenants_series(conn->http->config.tenants, &text) != TD_OK) {
         td_str_fini(&text);
         return MHD_NO;
     }
@@ -278,10 +324,7 @@ static enum MHD_Result answer_stream(conn_t *conn)
     add_header(response, "Content-Type", "text/event-stream; charset=utf-8");
     add_header(response, "Cache-Control", "no-cache");
     add_header(response, "X-Accel-Buffering", "no");
-    add_header(response, "x-request-id", conn->req->request_id);
-    add_header(response, "x-tandem-prefill", conn->req->prefill_id);
-    add_header(response, "x-tandem-decode", conn->req->decode_id);
-    add_header(response, "x-tandem-draft", conn->req->draft);
+    add_request_headers(response, conn->req);
     result = MHD_queue_response(conn->mhd, 200, response);
     MHD_destroy_response(response);
     return result;
@@ -385,6 +428,7 @@ static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
         return MHD_NO;
     }
     conn->req = req;
+    req->tenant = is_generation(route->kind) ? conn->tenant : NULL;
     take_request_id(conn, req);
     req->body = conn->body;
     conn->body = (td_str_t){0};
@@ -428,6 +472,7 @@ static void count_refused(const conn_t *conn, const route_t *route)
 {
     if (route->answer == NULL && is_generation(route->kind)) {
         td_metric_add(conn->http->config.metrics->requests[RTR_OUTCOME_BAD_REQUEST], 1);
+        rtr_tenant_count_end(conn->tenant, RTR_OUTCOME_BAD_REQUEST);
     }
 }
 
@@ -435,6 +480,19 @@ static bool route_matches(const route_t *route, const char *url)
 {
     return route->is_prefix ? strncmp(url, route->path, strlen(route->path)) == 0
                             : strcmp(url, route->path) == 0;
+}
+
+/* False: its key is nobody's. */
+static bool find_tenant(conn_t *conn)
+{
+    const rtr_http_config_t *config = &conn->http->config;
+
+    conn->tenant =
+        config->auth == NULL
+            ? rtr_tenants_at(config->tenants, 0)
+            : rtr_auth_check(config->auth, MHD_lookup_connection_value(conn->mhd, MHD_HEADER_KIND,
+                                                                       "Authorization"));
+    return conn->tenant != NULL;
 }
 
 static enum MHD_Result dispatch(conn_t *conn)
@@ -457,9 +515,7 @@ static enum MHD_Result dispatch(conn_t *conn)
         return answer_error(conn, &error,
                             strcmp(route->method, "GET") == 0 ? "GET, HEAD" : route->method);
     }
-    if (route->needs_key && config->auth != NULL &&
-        !rtr_auth_check(config->auth,
-                        MHD_lookup_connection_value(conn->mhd, MHD_HEADER_KIND, "Authorization"))) {
+    if (route->needs_key && !find_tenant(conn)) {
         count_refused(conn, route);
         rtr_error_set(&error, 401, "invalid_api_key", NULL,
                       "A valid key is needed: Authorization: Bearer KEY.");

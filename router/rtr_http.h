@@ -14,6 +14,7 @@ typedef struct rtr_http_config {
     const rtr_slo_live_t *slo; /* of requests that say nothing of it */
     const rtr_model_t *model;
     const rtr_auth_t *auth; /* NULL: open to all */
+    rtr_tenants_t *tenants; /* without keys all requests are the first one's */
     td_metrics_t *registry;
     rtr_metrics_t *metrics;
     rtr_gone_t *gone;

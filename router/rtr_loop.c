@@ -41,6 +41,7 @@ static td_status_t open_admin(rtr_loop_t *loop)
                                       .events = loop->events,
                                       .trace = loop->trace,
                                       .metrics = c->metrics,
+                                      .tenants = c->tenants,
                                       .model = c->model,
                                       .slo = c->slo,
                                       .block_bytes = c->block_bytes,
@@ -79,6 +80,7 @@ td_status_t rtr_loop_create(const rtr_loop_config_t *config, rtr_loop_t **out)
                                       .tickets_void = on_tickets_void};
     rtr_tickets_config_t tickets = {.bus = config->bus,
                                     .metrics = config->metrics,
+                                    .tenants = config->tenants,
                                     .model = config->model,
                                     .secret = config->secret,
                                     .fingerprint = config->fingerprint,

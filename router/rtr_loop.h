@@ -15,6 +15,7 @@
 typedef struct rtr_loop_config {
     td_bus_t *bus;
     rtr_metrics_t *metrics;
+    rtr_tenants_t *tenants; /* NULL: all requests are one tenant's, without limits */
     const rtr_model_t *model;
     rtr_gone_t *gone;
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */

@@ -164,6 +164,15 @@ void rtr_request_set_draft(rtr_request_t *req, const char *text)
     (void)pthread_mutex_unlock(&req->mu);
 }
 
+void rtr_request_set_limits(rtr_request_t *req, const rtr_limits_view_t *limits)
+{
+    (void)pthread_mutex_lock(&req->mu);
+    if (!req->ready) {
+        req->limits = *limits;
+    }
+    (void)pthread_mutex_unlock(&req->mu);
+}
+
 td_status_t rtr_request_give(rtr_request_t *req, const char *bytes, size_t len)
 {
     td_status_t status = TD_ERR_BUSY;
@@ -213,6 +222,7 @@ static bool end_once(rtr_request_t *req, rtr_outcome_t outcome)
     }
     if (req->metrics != NULL) {
         td_metric_add(req->metrics->requests[outcome], 1);
+        rtr_tenant_count_end(req->tenant, outcome);
         td_metric_observe_ns(req->metrics->request_time, td_now_ns() - req->arrived_ns);
         TD_LOG_DEBUG("request ended", "req=%s outcome=%s ms=%llu", req->request_id,
                      rtr_outcome_name(outcome),

@@ -13,6 +13,7 @@
 #include "router/rtr_metrics.h"
 #include "router/rtr_placement.h"
 #include "router/rtr_reply.h"
+#include "router/rtr_tenants.h"
 
 #define RTR_OUT_BYTES_MAX (4u << 20) /* unread bytes of a stream; past it the client is cut off */
 #define RTR_REQUEST_ID_CHARS_MAX 64u
@@ -59,6 +60,7 @@ typedef struct rtr_request {
     td_str_t body;          /* connection's, then the worker's */
     rtr_params_t params;    /* worker's, then the loop's */
     rtr_slo_t slo;          /* connection's, then the loop's */
+    rtr_tenant_t *tenant;   /* borrowed, whose key it came with; NULL: nobody counts it */
 
     pthread_mutex_t mu; /* guards what follows, up to the next group */
     td_str_t out;
@@ -73,6 +75,7 @@ typedef struct rtr_request {
     char prefill_id[TD_MSG_ID_CHARS_MAX + 1];
     char decode_id[TD_MSG_ID_CHARS_MAX + 1];
     char draft[RTR_DRAFT_CHARS_MAX + 1]; /* how it drafts, for people to read */
+    rtr_limits_view_t limits;            /* of its tenant, once it was admitted or refused */
     void (*wake)(void *ctx);             /* called under mu when suspended */
     void *wake_ctx;
 
@@ -84,6 +87,8 @@ typedef struct rtr_request {
     rtr_choice_t *echoes;  /* owned [prompt_count]: the prompt with its log-probabilities */
     uint32_t choice_count;
     bool first_token_seen;
+    rtr_grant_t grant;      /* what it has taken of its tenant's limits */
+    uint64_t placed_tokens; /* of prompts that were placed */
     td_msg_usage_t usage;
 } rtr_request_t;
 
@@ -99,6 +104,8 @@ TD_MUST_CHECK td_status_t rtr_request_open_choices(rtr_request_t *req);
 void rtr_request_set_nodes(rtr_request_t *req, const char *prefill_id, const char *decode_id);
 /** The same of how the first prompt drafts. */
 void rtr_request_set_draft(rtr_request_t *req, const char *text);
+/** The same of its tenant's limits. */
+void rtr_request_set_limits(rtr_request_t *req, const rtr_limits_view_t *limits);
 /** Appends bytes of the event stream; the first ones decide the headers.
  * Errors: TD_ERR_BUSY (the client does not read), TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t rtr_request_give(rtr_request_t *req, const char *bytes, size_t len);

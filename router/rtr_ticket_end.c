@@ -6,9 +6,28 @@
 #include "common/base/td_log.h"
 #include "router/rtr_tickets_internal.h"
 
+/* What it had of its tenant's limits comes back, but for what it used. */
+static void release_limits(rtr_request_t *req)
+{
+    uint64_t answered = 0;
+
+    if (req->tenant == NULL) {
+        return;
+    }
+    for (uint32_t i = 0; req->choices != NULL && i < req->choice_count; i++) {
+        answered += req->choices[i].received;
+    }
+    (void)atomic_fetch_add_explicit(&req->tenant->prompt_tokens, req->placed_tokens,
+                                    memory_order_relaxed);
+    (void)atomic_fetch_add_explicit(&req->tenant->completion_tokens, answered,
+                                    memory_order_relaxed);
+    rtr_tenant_release(req->tenant, &req->grant, req->placed_tokens + answered, td_now_ns());
+}
+
 /* After this the request may be freed. */
 static void request_drop(rtr_tickets_t *ts, rtr_request_t *req)
 {
+    release_limits(req);
     for (uint32_t i = 0; i < req->params.prompt_count; i++) {
         if (req->tickets[i] != NULL) {
             rtr_ticket_destroy(ts, req->tickets[i], true);
@@ -37,6 +56,17 @@ void rtr_end_failed(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t outcome
                     const char *code, const char *message)
 {
     rtr_end_failed_for(ts, req, outcome, http, code, message, http == 429 || http == 503 ? 1 : 0);
+}
+
+void rtr_end_limited(rtr_tickets_t *ts, rtr_request_t *req, const char *message,
+                     uint32_t retry_after_s)
+{
+    rtr_error_t error;
+
+    rtr_error_set(&error, 429, "rate_limit_exceeded", NULL, "%s", message);
+    TD_LOG_DEBUG("request limited", "req=%s why=\"%s\"", req->request_id, message);
+    rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, retry_after_s);
+    request_drop(ts, req);
 }
 
 void rtr_end_client_gone(rtr_tickets_t *ts, rtr_request_t *req)

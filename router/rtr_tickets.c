@@ -13,12 +13,21 @@
 td_status_t rtr_tickets_create(const rtr_tickets_config_t *config, rtr_tickets_t **out)
 {
     rtr_tickets_t *ts = td_calloc(1, sizeof(*ts));
+    const uint32_t one = 1;
+    td_status_t status = TD_OK;
+
     if (ts == NULL) {
         return TD_ERR_NO_MEMORY;
     }
     ts->config = *config;
     TAILQ_INIT(&ts->requests);
-    TAILQ_INIT(&ts->queue);
+    TAILQ_INIT(&ts->begun);
+    status = config->tenants != NULL ? rtr_tenants_queue(config->tenants, &ts->fair)
+                                     : rtr_fair_create(&one, 1, &ts->fair);
+    if (status != TD_OK) {
+        td_free(ts);
+        return status;
+    }
     *out = ts;
     return TD_OK;
 }
@@ -29,6 +38,7 @@ void rtr_tickets_destroy(rtr_tickets_t *ts)
         return;
     }
     rtr_tickets_end_all(ts);
+    rtr_fair_destroy(ts->fair);
     td_str_fini(&ts->scratch);
     td_free(ts);
 }
@@ -74,6 +84,13 @@ rtr_ticket_t *rtr_ticket_find(const rtr_tickets_t *ts, uint64_t id)
     return t;
 }
 
+/* Tokens that it may take at most. */
+static uint64_t ticket_cost(const rtr_ticket_t *t)
+{
+    const rtr_prompt_t *p = rtr_ticket_prompt(t);
+    return p->count + (uint64_t)p->max_tokens * t->req->params.n;
+}
+
 static rtr_ticket_t *ticket_create(rtr_tickets_t *ts, rtr_request_t *req, uint32_t prompt_idx)
 {
     rtr_ticket_t *t = ts->count < RTR_TICKETS_MAX ? td_calloc(1, sizeof(*t)) : NULL;
@@ -93,6 +110,10 @@ static rtr_ticket_t *ticket_create(rtr_tickets_t *ts, rtr_request_t *req, uint32
                                          rtr_ticket_prompt(t)->prompt_class);
     t->prefill.slot = RTR_PLACE_NONE;
     t->decode.slot = RTR_PLACE_NONE;
+    t->turn = (rtr_fair_item_t){.owner = t,
+                                .flow = req->tenant == NULL ? 0 : req->tenant->index,
+                                .priority = req->params.priority,
+                                .cost = ticket_cost(t)};
     t->queue_deadline_ns = td_now_ns() + ts->config.queue_ms * TD_NS_PER_MS;
     t->chain = ts->buckets[t->id % RTR_TICKET_BUCKETS];
     ts->buckets[t->id % RTR_TICKET_BUCKETS] = t;
@@ -122,14 +143,70 @@ void rtr_ticket_destroy(rtr_tickets_t *ts, rtr_ticket_t *t, bool cancel)
 
 /* --- the queue ------------------------------------------------------------------------------- */
 
+static void end_queue_full(rtr_tickets_t *ts, const rtr_ticket_t *t)
+{
+    rtr_end_failed(ts, t->req, RTR_OUTCOME_REJECTED, 429, "queue_full",
+                   "The server is full, and so is its queue. Try again later.");
+}
+
+static void set_queued(rtr_tickets_t *ts, rtr_ticket_t *t, bool queued)
+{
+    rtr_tenant_t *tenant = t->req->tenant;
+
+    t->in_queue = queued;
+    ts->queued = queued ? ts->queued + 1 : ts->queued - 1;
+    td_metric_set(ts->config.metrics->queued, ts->queued);
+    if (queued) {
+        t->queued_ns = td_now_ns();
+    }
+    if (tenant != NULL && queued) {
+        (void)atomic_fetch_add_explicit(&tenant->queued, 1, memory_order_relaxed);
+    } else if (tenant != NULL) {
+        (void)atomic_fetch_sub_explicit(&tenant->queued, 1, memory_order_relaxed);
+        (void)atomic_fetch_add_explicit(&tenant->waits, 1, memory_order_relaxed);
+        (void)atomic_fetch_add_explicit(&tenant->wait_ns, td_now_ns() - t->queued_ns,
+                                        memory_order_relaxed);
+    }
+}
+
 void rtr_queue_leave(rtr_tickets_t *ts, rtr_ticket_t *t)
 {
-    if (t->in_queue) {
-        TAILQ_REMOVE(&ts->queue, t, queue_link);
-        t->in_queue = false;
-        ts->queued--;
-        td_metric_set(ts->config.metrics->queued, ts->queued);
+    if (!t->in_queue) {
+        return;
     }
+    if (t->turn.waits) {
+        rtr_fair_leave(ts->fair, &t->turn);
+    } else {
+        TAILQ_REMOVE(&ts->begun, t, begun_link);
+    }
+    set_queued(ts, t, false);
+}
+
+void rtr_queue_serve(rtr_tickets_t *ts, rtr_ticket_t *t)
+{
+    if (!t->charged) {
+        t->charged = true;
+        t->req->placed_tokens += rtr_ticket_prompt(t)->count;
+        rtr_fair_charge(ts->fair, t->turn.flow, t->turn.cost);
+    }
+    t->displaced = false; /* it was asking for room, and has got it */
+    rtr_queue_leave(ts, t);
+}
+
+/* Room for one more in a queue that is full: the last of whoever has most of it goes. It is only
+ * marked here, since the caller may be going through all requests. */
+static bool displace(rtr_tickets_t *ts, const rtr_ticket_t *t)
+{
+    rtr_fair_item_t *last = rtr_fair_victim(ts->fair, t->turn.flow, ts->config.queue_max);
+    rtr_ticket_t *victim = last == NULL ? NULL : last->owner;
+
+    if (victim == NULL) {
+        return false;
+    }
+    rtr_queue_leave(ts, victim);
+    victim->displaced = true;
+    ts->next_tick_ns = 0;
+    return true;
 }
 
 /* All nodes that might have room were asked: the ticket waits its turn, or is refused. Whose client
@@ -140,25 +217,23 @@ void rtr_queue_join(rtr_tickets_t *ts, rtr_ticket_t *t)
 
     memset(&t->tried, 0, sizeof(t->tried));
     t->state = RTR_TICKET_QUEUED;
-    if (t->in_queue) {
-        return; /* at its old place */
+    if (t->in_queue || t->displaced) {
+        return; /* at its old place, or to be refused */
     }
-    if (ts->queued >= ts->config.queue_max && !begun) {
-        rtr_end_failed(ts, t->req, RTR_OUTCOME_REJECTED, 429, "queue_full",
-                       "The server is full, and so is its queue. Try again later.");
+    if (ts->queued >= ts->config.queue_max && !begun && !displace(ts, t)) {
+        end_queue_full(ts, t);
         return;
     }
     if (t->retries > 0) { /* what it took until then is not its wait */
         t->queue_deadline_ns = td_now_ns() + ts->config.queue_ms * TD_NS_PER_MS;
     }
     if (begun) {
-        TAILQ_INSERT_HEAD(&ts->queue, t, queue_link);
+        TAILQ_INSERT_HEAD(&ts->begun, t, begun_link);
     } else {
-        TAILQ_INSERT_TAIL(&ts->queue, t, queue_link);
+        t->turn.cost = t->charged ? 0 : t->turn.cost;
+        rtr_fair_join(ts->fair, &t->turn);
     }
-    t->in_queue = true;
-    ts->queued++;
-    td_metric_set(ts->config.metrics->queued, ts->queued);
+    set_queued(ts, t, true);
 }
 
 /* --- requests --------------------------------------------------------------------------------- */
@@ -173,6 +248,30 @@ static td_status_t begin_echo(rtr_request_t *req)
     return TD_OK;
 }
 
+/* False: a limit of its tenant is in the way, and it was refused. */
+static bool admit(rtr_tickets_t *ts, rtr_request_t *req)
+{
+    rtr_limits_view_t view = {0};
+    uint64_t tokens = 0;
+    char text[160];
+
+    if (req->tenant == NULL) {
+        return true;
+    }
+    for (uint32_t i = 0; i < req->params.prompt_count; i++) {
+        tokens += req->params.prompts[i].count +
+                  (uint64_t)req->params.prompts[i].max_tokens * req->params.n;
+    }
+    rtr_tenant_admit(req->tenant, tokens, td_now_ns(), &req->grant, &view);
+    rtr_request_set_limits(req, &view);
+    if (view.refused_by == RTR_LIMIT_NONE) {
+        return true;
+    }
+    rtr_limits_explain(&req->tenant->terms, &view, tokens, text, sizeof(text));
+    rtr_end_limited(ts, req, text, view.retry_after_s);
+    return false;
+}
+
 void rtr_tickets_submit(rtr_tickets_t *ts, rtr_request_t *req)
 {
     rtr_ticket_t *t = NULL;
@@ -185,6 +284,9 @@ void rtr_tickets_submit(rtr_tickets_t *ts, rtr_request_t *req)
     req->deadline_ns = req->arrived_ns + ts->config.request_timeout_ms * TD_NS_PER_MS;
     if (atomic_load_explicit(&req->gone, memory_order_acquire)) {
         rtr_end_client_gone(ts, req);
+        return;
+    }
+    if (!admit(ts, req)) {
         return;
     }
     if (rtr_request_open_choices(req) != TD_OK || begin_echo(req) != TD_OK) {
@@ -285,6 +387,8 @@ static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
     } else if (t->in_queue && now >= t->queue_deadline_ns) {
         rtr_end_failed(ts, t->req, RTR_OUTCOME_REJECTED, 429, "queue_timeout",
                        "No room on the nodes came free in time. Try again later.");
+    } else if (t->displaced) {
+        end_queue_full(ts, t);
     } else if (t->state == RTR_TICKET_RESTING && now >= t->rest_until_ns) {
         t->state = RTR_TICKET_PLACING;
         rtr_attempt_begin(ts, t);
@@ -310,20 +414,42 @@ static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
     }
 }
 
-/* The first in the queue ask for room again; those behind them wait for their turn. */
+/* The first in the queue, by their ids: a call for one may end another. */
+static uint32_t queue_first(const rtr_tickets_t *ts, uint64_t ids[RTR_QUEUE_PROBES_MAX])
+{
+    rtr_fair_item_t *items[RTR_QUEUE_PROBES_MAX];
+    const rtr_ticket_t *t = NULL;
+    uint32_t count = 0;
+    uint32_t more = 0;
+
+    TAILQ_FOREACH(t, &ts->begun, begun_link)
+    {
+        if (count == RTR_QUEUE_PROBES_MAX) {
+            return count;
+        }
+        ids[count++] = t->id;
+    }
+    if (count < RTR_QUEUE_PROBES_MAX) {
+        more = rtr_fair_first(ts->fair, RTR_QUEUE_PROBES_MAX - count, items);
+    }
+    for (uint32_t i = 0; i < more; i++) {
+        t = items[i]->owner;
+        ids[count++] = t->id;
+    }
+    return count;
+}
+
+/* They ask for room again; those behind them wait for their turn. */
 static void queue_probe(rtr_tickets_t *ts)
 {
-    rtr_ticket_t *t = TAILQ_FIRST(&ts->queue);
-    uint32_t probes = 0;
+    uint64_t ids[RTR_QUEUE_PROBES_MAX];
+    const uint32_t count = queue_first(ts, ids);
 
-    while (t != NULL && probes < RTR_QUEUE_PROBES_MAX) {
-        rtr_ticket_t *next = TAILQ_NEXT(t, queue_link);
-        uint64_t next_id = next != NULL ? next->id : 0;
-        probes++;
-        if (t->state == RTR_TICKET_QUEUED) {
+    for (uint32_t i = 0; i < count; i++) {
+        rtr_ticket_t *t = rtr_ticket_find(ts, ids[i]);
+        if (t != NULL && t->state == RTR_TICKET_QUEUED) {
             rtr_attempt_begin(ts, t);
         }
-        t = next_id != 0 ? rtr_ticket_find(ts, next_id) : NULL; /* the call may have ended it */
     }
 }
 

@@ -34,6 +34,7 @@ typedef struct rtr_tickets_config {
     rtr_events_t *events; /* NULL: nobody wants to know */
     rtr_trace_t *trace;   /* the same */
     rtr_metrics_t *metrics;
+    rtr_tenants_t *tenants; /* NULL: all requests are one tenant's, without limits */
     const rtr_model_t *model;
     const uint8_t *secret;      /* [TD_CLUSTER_SECRET_BYTES] */
     const uint8_t *fingerprint; /* [32] */

@@ -14,6 +14,7 @@
 
 #include "common/kv/td_block_key.h"
 #include "common/wire/td_msg.h"
+#include "router/rtr_fair.h"
 #include "router/rtr_placement.h"
 #include "router/rtr_registry.h"
 #include "router/rtr_reply.h"
@@ -53,7 +54,9 @@ struct rtr_ticket {
     bool echo_seen;    /* the prompt's log-probabilities came */
     bool decode_done;  /* END of the decode leg came, the echo did not */
     bool in_queue;
-    bool self; /* this attempt's decode node computes the prompt: there is no other leg */
+    bool displaced; /* another tenant's has its place in the queue: its request is refused soon */
+    bool charged;   /* its tenant has paid for it in the queue: once, whatever tries it takes */
+    bool self;      /* this attempt's decode node computes the prompt: there is no other leg */
     td_msg_usage_t usage;
     td_msg_drafts_t report; /* of the decode leg, once it ended */
     uint64_t tenant;
@@ -70,8 +73,10 @@ struct rtr_ticket {
     uint64_t reserve_deadline_ns;
     uint64_t rest_until_ns;
     uint64_t queue_deadline_ns;
+    uint64_t queued_ns; /* when it joined the queue */
     rtr_ticket_t *chain;
-    TAILQ_ENTRY(rtr_ticket) queue_link;
+    rtr_fair_item_t turn;               /* in the queue, before it has begun */
+    TAILQ_ENTRY(rtr_ticket) begun_link; /* likewise, after that */
 };
 
 TAILQ_HEAD(rtr_request_list, rtr_request);
@@ -83,8 +88,9 @@ struct rtr_tickets {
     uint32_t count;
     struct rtr_request_list requests;
     uint32_t running;
-    struct rtr_ticket_list queue; /* in order of arrival; those that ask for room stay in it */
-    uint32_t queued;
+    struct rtr_ticket_list begun; /* of the queue, the first: the newest is in front */
+    rtr_fair_t *fair;             /* owned; the others. Those that ask for room stay in it */
+    uint32_t queued;              /* both */
     uint64_t turn;
     bool room; /* a ticket has ended: the queue is looked at without delay */
     uint64_t next_tick_ns;
@@ -159,6 +165,8 @@ void rtr_ticket_destroy(rtr_tickets_t *ts, rtr_ticket_t *t, bool cancel);
  * and t gone. One whose client has part of the answer is never refused, and is the first. */
 void rtr_queue_join(rtr_tickets_t *ts, rtr_ticket_t *t);
 void rtr_queue_leave(rtr_tickets_t *ts, rtr_ticket_t *t);
+/** Its nodes have room: it leaves the queue, if it was there, and its tenant has had it. */
+void rtr_queue_serve(rtr_tickets_t *ts, rtr_ticket_t *t);
 
 /* --- rtr_ticket_place.c --- */
 
@@ -234,4 +242,7 @@ void rtr_end_failed(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t outcome
                     const char *code, const char *message);
 void rtr_end_failed_for(rtr_tickets_t *ts, rtr_request_t *req, rtr_outcome_t outcome, int http,
                         const char *code, const char *message, uint32_t retry_after_s);
+/** A limit of its tenant refuses it: nothing that operators are told of, since it may be many. */
+void rtr_end_limited(rtr_tickets_t *ts, rtr_request_t *req, const char *message,
+                     uint32_t retry_after_s);
 void rtr_end_client_gone(rtr_tickets_t *ts, rtr_request_t *req);
