@@ -1,7 +1,7 @@
 # Completion of tandemctl for bash: source this file, or put it into /etc/bash_completion.d.
 _tandemctl() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} i command='' nodes
-    local commands='status nodes drain undrain pin unpin evict speculation policy slo calibration trace events keygen'
+    local commands='status nodes drain undrain pin unpin evict speculation policy slo tenants calibration trace events keygen'
     local options='--router --keys --json --watch --prompt --prompt-file --salt --key --soft --explore
         --ttft --tbt --since --follow --help --version'
     local -a asked=()

@@ -17,6 +17,7 @@ typedef enum ctl_command {
     CTL_SPECULATION,
     CTL_POLICY,
     CTL_SLO,
+    CTL_TENANTS,
     CTL_CALIBRATION,
     CTL_TRACE,
     CTL_EVENTS,

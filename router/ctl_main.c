@@ -42,6 +42,7 @@ static const char *const usage_text =
     "  policy [NAME]        how prompts are placed on nodes; with a name changes it\n"
     "  slo                  latest first token, and time between tokens; --ttft, --tbt change "
     "them\n"
+    "  tenants              who asks, by API key: limits, requests, tokens, waiting\n"
     "  calibration          how fast nodes are, as learned; --json is what tandem-sim reads\n"
     "  trace [REQUEST]      how a request (x-request-id), or the newest ones, were placed, and "
     "why\n"
@@ -74,8 +75,8 @@ static int usage(const char *what, const char *which)
 static int command_of(const char *name)
 {
     static const char *const names[CTL_COMMANDS] = {
-        "status",      "nodes",  "drain", "undrain",     "pin",   "unpin",  "evict",
-        "speculation", "policy", "slo",   "calibration", "trace", "events", "keygen"};
+        "status", "nodes", "drain",   "undrain",     "pin",   "unpin",  "evict", "speculation",
+        "policy", "slo",   "tenants", "calibration", "trace", "events", "keygen"};
     for (int i = 0; i < CTL_COMMANDS; i++) {
         if (strcmp(name, names[i]) == 0) {
             return i;

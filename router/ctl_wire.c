@@ -46,6 +46,7 @@ uint8_t *ctl_encode(const ctl_request_t *r, uint64_t id, size_t *len_out)
     PB(SpeculationRequest) speculation = TANDEM__ADMIN__V1__SPECULATION_REQUEST__INIT;
     PB(PolicyRequest) policy = TANDEM__ADMIN__V1__POLICY_REQUEST__INIT;
     PB(SloRequest) slo = TANDEM__ADMIN__V1__SLO_REQUEST__INIT;
+    PB(TenantsRequest) tenants = TANDEM__ADMIN__V1__TENANTS_REQUEST__INIT;
     PB(CalibrationRequest) calibration = TANDEM__ADMIN__V1__CALIBRATION_REQUEST__INIT;
     PB(TraceRequest) trace = TANDEM__ADMIN__V1__TRACE_REQUEST__INIT;
     PB(SubscribeRequest) subscribe = TANDEM__ADMIN__V1__SUBSCRIBE_REQUEST__INIT;
@@ -86,6 +87,10 @@ uint8_t *ctl_encode(const ctl_request_t *r, uint64_t id, size_t *len_out)
         slo.tbt_ms = r->tbt_ms;
         pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_SLO;
         pb.slo = &slo;
+        break;
+    case CTL_TENANTS:
+        pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_TENANTS;
+        pb.tenants = &tenants;
         break;
     case CTL_CALIBRATION:
         pb.command_case = TANDEM__ADMIN__V1__REQUEST__COMMAND_CALIBRATION;
@@ -494,6 +499,96 @@ static void show_slo(const PB(Slo) * s, bool json, FILE *out)
                   s->refused_ttft, s->refused_tbt);
 }
 
+static json_t *tenant_json(const PB(Tenant) * t)
+{
+    json_t *o = json_object();
+
+    put_text(o, "name", t->name);
+    put_count(o, "weight", t->weight);
+    put_count(o, "requests_max", t->requests_max);
+    put_count(o, "requests_per_minute", t->requests_per_minute);
+    put_count(o, "tokens_per_minute", t->tokens_per_minute);
+    put_count(o, "requests_left", t->requests_left);
+    put_count(o, "tokens_left", t->tokens_left);
+    put_count(o, "running", t->running);
+    put_count(o, "queued", t->queued);
+    put_counts(o, "requests", t->requests, t->n_requests);
+    put_counts(o, "limited", t->limited, t->n_limited);
+    put_count(o, "prompt_tokens", t->prompt_tokens);
+    put_count(o, "completion_tokens", t->completion_tokens);
+    put_count(o, "waits", t->waits);
+    put_count(o, "wait_ms", t->wait_ms);
+    return o;
+}
+
+/* What is left of a minute's. */
+static void limit_cell(table_t *table, uint32_t limit, uint32_t left)
+{
+    if (limit == 0) {
+        cell(table, "-");
+    } else {
+        cell(table, "%u of %u", left, limit);
+    }
+}
+
+static void tenant_row(table_t *table, const PB(Tenant) * t)
+{
+    uint64_t ok = 0;
+    uint64_t all = 0;
+    uint64_t limited = 0;
+
+    for (size_t i = 0; i < t->n_requests; i++) {
+        all += t->requests[i]->count;
+        ok += strcmp(t->requests[i]->name, "ok") == 0 ? t->requests[i]->count : 0;
+    }
+    for (size_t i = 0; i < t->n_limited; i++) {
+        limited += t->limited[i]->count;
+    }
+    cell(table, "%s", t->name);
+    cell(table, "%u", t->weight);
+    if (t->requests_max > 0) {
+        cell(table, "%u of %u", t->running, t->requests_max);
+    } else {
+        cell(table, "%u", t->running);
+    }
+    cell(table, "%u", t->queued);
+    cell(table, "%" PRIu64, ok);
+    cell(table, "%" PRIu64, limited);
+    cell(table, "%" PRIu64, all - ok - limited);
+    cell(table, "%" PRIu64, t->prompt_tokens);
+    cell(table, "%" PRIu64, t->completion_tokens);
+    cell(table, "%" PRIu64 " ms", t->waits == 0 ? 0 : t->wait_ms / t->waits);
+    limit_cell(table, t->requests_per_minute, t->requests_left);
+    limit_cell(table, t->tokens_per_minute, t->tokens_left);
+}
+
+static void show_tenants(const PB(Tenants) * tenants, bool json, FILE *out)
+{
+    static const char *const names[] = {
+        "tenant", "weight",  "running", "queued",        "ok",          "limited", "failed",
+        "prompt", "answers", "wait",    "requests left", "tokens left", NULL};
+    json_t *object = json ? json_object() : NULL;
+    json_t *list = json ? json_array() : NULL;
+    table_t t = {0};
+
+    if (!json) {
+        head(&t, names);
+    }
+    for (size_t i = 0; i < tenants->n_tenants; i++) {
+        if (json) {
+            (void)json_array_append_new(list, tenant_json(tenants->tenants[i]));
+        } else {
+            tenant_row(&t, tenants->tenants[i]);
+        }
+    }
+    if (json) {
+        put(object, "tenants", list);
+        print_json(object, out);
+    } else {
+        print_table(&t, out);
+    }
+}
+
 /* What tandem-sim --calibration reads, with --json; only what is known. */
 static void show_calibration(const PB(Calibration) * c, bool json, FILE *out)
 {
@@ -684,6 +779,8 @@ ctl_shown_t ctl_show(const uint8_t *bytes, size_t len, bool json, FILE *out, FIL
         show_policy(reply->policy, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_SLO) {
         show_slo(reply->slo, json, out);
+    } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_TENANTS) {
+        show_tenants(reply->tenants, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_CALIBRATION) {
         show_calibration(reply->calibration, json, out);
     } else if (reply->answer_case == TANDEM__ADMIN__V1__REPLY__ANSWER_TRACE) {

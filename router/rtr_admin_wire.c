@@ -574,6 +574,72 @@ static void answer_slo(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id,
     (void)send_reply(a, to, &reply);
 }
 
+/* --- tenants ---------------------------------------------------------------------------------- */
+
+typedef struct tenant_view {
+    PB(Tenant) pb;
+    count_list_t requests;
+    count_list_t limited;
+} tenant_view_t;
+
+static void fill_tenant(rtr_tenant_t *t, tenant_view_t *out)
+{
+    const rtr_limits_view_t limits = rtr_tenant_view(t, td_now_ns());
+    PB(Tenant) *pb = &out->pb;
+
+    tandem__admin__v1__tenant__init(pb);
+    for (uint32_t i = 0; i < RTR_OUTCOME_COUNT; i++) {
+        count_add(&out->requests, rtr_outcome_name((rtr_outcome_t)i),
+                  atomic_load_explicit(&t->ended[i], memory_order_relaxed));
+    }
+    for (uint32_t i = RTR_LIMIT_NONE + 1; i < RTR_LIMITS; i++) {
+        count_add(&out->limited, rtr_limit_name((rtr_limit_t)i),
+                  atomic_load_explicit(&t->limited[i], memory_order_relaxed));
+    }
+    pb->name = lend(t->name);
+    pb->weight = t->terms.weight;
+    pb->requests_max = t->terms.requests;
+    pb->requests_per_minute = t->terms.requests_per_minute;
+    pb->tokens_per_minute = t->terms.tokens_per_minute;
+    pb->requests_left = limits.requests_left;
+    pb->tokens_left = limits.tokens_left;
+    pb->running = atomic_load_explicit(&t->running, memory_order_relaxed);
+    pb->queued = atomic_load_explicit(&t->queued, memory_order_relaxed);
+    pb->n_requests = out->requests.count;
+    pb->requests = out->requests.list;
+    pb->n_limited = out->limited.count;
+    pb->limited = out->limited.list;
+    pb->prompt_tokens = atomic_load_explicit(&t->prompt_tokens, memory_order_relaxed);
+    pb->completion_tokens = atomic_load_explicit(&t->completion_tokens, memory_order_relaxed);
+    pb->waits = atomic_load_explicit(&t->waits, memory_order_relaxed);
+    pb->wait_ms = atomic_load_explicit(&t->wait_ns, memory_order_relaxed) / TD_NS_PER_MS;
+}
+
+static void answer_tenants(rtr_admin_t *a, const rtr_admin_name_t *to, uint64_t id)
+{
+    rtr_tenants_t *tenants = a->config.tenants;
+    const uint32_t count = tenants == NULL ? 0 : rtr_tenants_count(tenants);
+    PB(Reply) reply = TANDEM__ADMIN__V1__REPLY__INIT;
+    PB(Tenants) pb = TANDEM__ADMIN__V1__TENANTS__INIT;
+    tenant_view_t *views = td_calloc(count + 1, sizeof(*views));
+    PB(Tenant) **list = td_calloc(count + 1, sizeof(PB(Tenant) *));
+
+    for (uint32_t i = 0; views != NULL && list != NULL && i < count; i++) {
+        fill_tenant(rtr_tenants_at(tenants, i), &views[i]);
+        list[i] = &views[i].pb;
+    }
+    pb.n_tenants = count;
+    pb.tenants = list;
+    reply.id = id;
+    reply.answer_case = TANDEM__ADMIN__V1__REPLY__ANSWER_TENANTS;
+    reply.tenants = &pb;
+    if (views != NULL && list != NULL) {
+        (void)send_reply(a, to, &reply);
+    }
+    td_free(views);
+    td_free(list);
+}
+
 /* --- how fast nodes are ----------------------------------------------------------------------- */
 
 /* Blocks of KV that a live decode node has, in the mean. */
@@ -854,6 +920,9 @@ static void answer(rtr_admin_t *a, const rtr_admin_name_t *from, const PB(Reques
         break;
     case TANDEM__ADMIN__V1__REQUEST__COMMAND_CALIBRATION:
         answer_calibration(a, from, r->id);
+        break;
+    case TANDEM__ADMIN__V1__REQUEST__COMMAND_TENANTS:
+        answer_tenants(a, from, r->id);
         break;
     case TANDEM__ADMIN__V1__REQUEST__COMMAND_TRACE:
         answer_trace(a, from, r->id, r->trace);

@@ -125,8 +125,8 @@ static void bucket_fill(rtr_bucket_t *b, uint64_t now_ns)
 
     if (b->size > 0 && now_ms > b->at_ms) {
         const uint64_t passed = now_ms - b->at_ms;
-        b->level = passed >= (uint64_t)missing / b->size + 1 ? full
-                                                             : b->level + (int64_t)passed * b->size;
+        b->level =
+            passed >= (uint64_t)missing / b->size + 1 ? full : b->level + (int64_t)passed * b->size;
         b->level = TD_MIN(b->level, full);
     }
     b->at_ms = TD_MAX(b->at_ms, now_ms);
@@ -322,7 +322,8 @@ static td_status_t write_series(const sums_t *s, uint32_t count, td_str_t *out)
     }
     TD_TRY(head(out, "tokens_total", "counter",
                 "Tokens of prompts that were placed, and of answers, also of those that failed."));
-    TD_TRY(rows(out, s, count, "tokens_total", ",kind=\"prompt\"", offsetof(sums_t, prompt_tokens)));
+    TD_TRY(
+        rows(out, s, count, "tokens_total", ",kind=\"prompt\"", offsetof(sums_t, prompt_tokens)));
     TD_TRY(rows(out, s, count, "tokens_total", ",kind=\"completion\"",
                 offsetof(sums_t, completion_tokens)));
     TD_TRY(head(out, "waits_total", "counter", "Prompts that waited for room on a node."));

@@ -21,7 +21,7 @@
 
 /** What a tenant may have; 0: no such limit. */
 typedef struct rtr_tenant_terms {
-    uint32_t weight; /* 1..RTR_FAIR_WEIGHT_MAX */
+    uint32_t weight;   /* 1..RTR_FAIR_WEIGHT_MAX */
     uint32_t requests; /* under way */
     uint32_t requests_per_minute;
     uint32_t tokens_per_minute; /* of prompts and answers */

@@ -113,6 +113,10 @@ class Admin:
             request.set_tbt, request.tbt_ms = True, tbt_ms
         return self.ask(slo=request)
 
+    def tenants(self):
+        """{name: Tenant}"""
+        return {each.name: each for each in self.ask(tenants=self.pb.TenantsRequest()).tenants}
+
     def calibration(self):
         return self.ask(calibration=self.pb.CalibrationRequest())
 

@@ -152,6 +152,23 @@ def test_the_policy_of_placement_is_set(options):
 
 
 @test
+def test_without_keys_all_requests_are_one_tenants(options):
+    c = cluster(options)
+    admin = Admin(keys_of(c))
+    before = admin.tenants()
+    assert list(before) == ["all"] and before["all"].weight == 1
+    c.complete("Hi", max_tokens=3, ignore_eos=True)
+    all_of = admin.tenants()["all"]
+    counts = {count.name: count.count for count in all_of.requests}
+    assert counts["ok"] == {each.name: each.count for each in before["all"].requests}["ok"] + 1
+    assert all_of.completion_tokens == before["all"].completion_tokens + 3 and all_of.running == 0
+    shown = json.loads(ctl(c, "--json", "tenants"))["tenants"]
+    assert [(each["name"], each["requests"]["ok"]) for each in shown] == [("all", counts["ok"])]
+    assert ctl(c, "tenants").splitlines()[1].split()[:2] == ["all", "1"]
+    admin.close()
+
+
+@test
 def test_objectives_are_set_and_calibration_is_told(options):
     c = cluster(options)
     admin = Admin(keys_of(c))
@@ -362,7 +379,7 @@ def test_completion_and_manual_page_know_all_that_help_does(options):
     help_text = ctl(c, "--help")
     own = [name for name in re.findall(r"--[a-z-]+", help_text) if "admin" not in name]
     names = own + ["status", "nodes", "drain", "undrain", "pin", "unpin", "evict", "speculation", "policy", "slo",
-                   "calibration", "trace", "events", "keygen"]
+                   "tenants", "calibration", "trace", "events", "keygen"]
     deploy = os.path.join(client_venv.ROOT, "deploy")
     with open(os.path.join(deploy, "tandemctl.1"), encoding="utf-8") as file:
         page = file.read().replace("\\-", "-")

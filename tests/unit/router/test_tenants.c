@@ -80,7 +80,7 @@ static void test_a_minutes_requests_come_back_one_by_one(void **state)
     assert_int_equal(view.requests_reset_ms, 60000);
     view = admit(t, 1, ms(5), &grant);
     assert_int_equal(view.refused_by, RTR_LIMIT_REQUESTS_PER_MINUTE);
-    assert_int_equal(view.retry_after_s, 9); /* 60 / 7 = 8.6 */
+    assert_int_equal(view.retry_after_s, 9);        /* 60 / 7 = 8.6 */
     for (uint64_t now = 6; now < 5 + 8572; now++) { /* looked at often: no part of one is lost */
         assert_false(admit(t, 1, ms(now), &grant).refused_by == RTR_LIMIT_NONE);
     }
@@ -155,7 +155,8 @@ static void test_i5_each_request_under_way_is_counted_once(void **state)
     assert_int_equal(admit(t, 1, ms(0), &a).refused_by, RTR_LIMIT_NONE);
     assert_int_equal(admit(t, 1, ms(0), &b).refused_by, RTR_LIMIT_NONE);
     assert_int_equal(admit(t, 1, ms(0), &c).refused_by, RTR_LIMIT_REQUESTS);
-    assert_int_equal(rtr_tenant_view(t, ms(0)).requests_left, 7); /* of the minute's, too: nothing */
+    assert_int_equal(rtr_tenant_view(t, ms(0)).requests_left,
+                     7); /* of the minute's, too: nothing */
     rtr_tenant_release(t, &c, 0, ms(0));
     assert_int_equal(admit(t, 1, ms(0), &c).refused_by, RTR_LIMIT_REQUESTS);
     rtr_tenant_release(t, &a, 0, ms(0));
@@ -200,8 +201,8 @@ static void test_series_of_many_tenants_are_bounded(void **state)
     assert_int_equal(rtr_tenants_add(fx->tenants, "more", &terms, &fx->tenant), TD_ERR_TOO_LARGE);
     assert_int_equal(rtr_tenants_series(fx->tenants, &text), TD_OK);
     assert_int_equal(td_str_append(&text, "", 1), TD_OK);
-    assert_non_null(strstr(text.bytes,
-                           "tandem_router_tenant_requests_total{tenant=\"t31\",outcome=\"ok\"} 1\n"));
+    assert_non_null(strstr(
+        text.bytes, "tandem_router_tenant_requests_total{tenant=\"t31\",outcome=\"ok\"} 1\n"));
     assert_null(strstr(text.bytes, "\"t32\""));
     assert_non_null(strstr(
         text.bytes, "tandem_router_tenant_requests_total{tenant=\"other\",outcome=\"ok\"} 992\n"));
@@ -231,21 +232,21 @@ static void test_a_file_says_who_has_which_key_and_what_they_may(void **state)
     rtr_tenant_t *bare = NULL;
     rtr_tenant_t *shop = NULL;
 
-    assert_int_equal(load(fx, "# keys\n\n  \nsk-bare\n"
-                              "sk-shop name=shop weight=3 requests=4\trequests-per-minute=5 "
-                              "tokens-per-minute=1000000000  \r\n"
-                              "sk-shop-2 name=shop\n"
-                              "sk-shop-3 name=shop tokens-per-minute=1000000000 weight=3 requests=4 "
-                              "requests-per-minute=5\n"
-                              "sk-last weight=1000"),
+    assert_int_equal(load(fx,
+                          "# keys\n\n  \nsk-bare\n"
+                          "sk-shop name=shop weight=3 requests=4\trequests-per-minute=5 "
+                          "tokens-per-minute=1000000000  \r\n"
+                          "sk-shop-2 name=shop\n"
+                          "sk-shop-3 name=shop tokens-per-minute=1000000000 weight=3 requests=4 "
+                          "requests-per-minute=5\n"
+                          "sk-last weight=1000"),
                      TD_OK);
     assert_int_equal(rtr_tenants_count(fx->tenants), 3);
     bare = rtr_auth_check(fx->auth, "Bearer sk-bare");
     shop = rtr_auth_check(fx->auth, "bearer sk-shop");
     assert_int_equal(bare->terms.weight, 1);
-    assert_int_equal(bare->terms.requests + bare->terms.requests_per_minute +
-                         bare->terms.tokens_per_minute,
-                     0);
+    assert_int_equal(
+        bare->terms.requests + bare->terms.requests_per_minute + bare->terms.tokens_per_minute, 0);
     assert_null(strstr(bare->name, "bare"));
     assert_int_equal(strncmp(bare->name, "key:", 4), 0);
     assert_string_equal(shop->name, "shop");

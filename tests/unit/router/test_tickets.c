@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/wire/td_member.h"
@@ -35,6 +36,7 @@ typedef struct fixture {
     rtr_model_t model;
     td_metrics_t *registry;
     rtr_metrics_t metrics;
+    rtr_tenants_t *tenants;
     td_bus_t *bus;
     rtr_gone_t *gone;
     rtr_loop_t *loop;
@@ -47,6 +49,21 @@ typedef struct fixture {
     uint32_t given_count; /* what the last Reserve said of earlier attempts */
     td_msg_generated_t given[TD_MSG_CHOICES_MAX];
 } fixture_t;
+
+/* The first two have no limits, and the same weight; requests of tests that name none are as the
+ * first one's in the queue. */
+enum { TENANT_A, TENANT_B, TENANT_LIMITED };
+
+static td_status_t add_tenants(rtr_tenants_t *tenants)
+{
+    const rtr_tenant_terms_t none = {.weight = 1};
+    const rtr_tenant_terms_t limited = {.weight = 1, .requests = 1, .tokens_per_minute = 600};
+    rtr_tenant_t *tenant = NULL;
+
+    TD_TRY(rtr_tenants_add(tenants, "a", &none, &tenant));
+    TD_TRY(rtr_tenants_add(tenants, "b", &none, &tenant));
+    return rtr_tenants_add(tenants, "limited", &limited, &tenant);
+}
 
 static int setup(void **state)
 {
@@ -67,7 +84,8 @@ static int setup(void **state)
     if (td_gguf_open_bytes(fx.file.bytes, fx.file.len, &fx.gguf) != TD_OK ||
         td_tokenizer_create(fx.gguf, &fx.tok) != TD_OK ||
         td_chat_create(fx.gguf, &fx.chat) != TD_OK || td_metrics_create(&fx.registry) != TD_OK ||
-        td_bus_create(&bus, &fx.bus) != TD_OK || rtr_gone_create(8, &fx.gone) != TD_OK) {
+        td_bus_create(&bus, &fx.bus) != TD_OK || rtr_gone_create(8, &fx.gone) != TD_OK ||
+        rtr_tenants_create(&fx.tenants) != TD_OK || add_tenants(fx.tenants) != TD_OK) {
         return -1;
     }
     rtr_metrics_declare(fx.registry, &fx.metrics);
@@ -78,6 +96,7 @@ static int setup(void **state)
                              .allow_placement = true};
     loop.bus = fx.bus;
     loop.metrics = &fx.metrics;
+    loop.tenants = fx.tenants;
     loop.model = &fx.model;
     loop.gone = fx.gone;
     loop.secret = fx.secret;
@@ -92,6 +111,7 @@ static int teardown(void **state)
     td_msg_arena_free(fx->arena);
     rtr_loop_destroy(fx->loop);
     rtr_request_unref(fx->req);
+    rtr_tenants_destroy(fx->tenants);
     rtr_gone_destroy(fx->gone);
     for (uint32_t i = 0; i < fx->node_count; i++) {
         td_bus_destroy(fx->nodes[i].bus);
@@ -294,6 +314,15 @@ static rtr_request_t *submit(fixture_t *fx, rtr_kind_t kind, const char *body)
     return fx->req;
 }
 
+static rtr_request_t *submit_as(fixture_t *fx, uint32_t tenant, const char *body)
+{
+    rtr_request_unref(fx->req);
+    fx->req = make_request(fx, RTR_KIND_COMPLETION, body);
+    fx->req->tenant = rtr_tenants_at(fx->tenants, tenant);
+    assert_int_equal(rtr_loop_submit(fx->loop, rtr_request_ref(fx->req)), TD_OK);
+    return fx->req;
+}
+
 static void wait_end(fixture_t *fx, const rtr_request_t *req)
 {
     uint64_t deadline_ns = td_now_ns() + WAIT_MS * TD_NS_PER_MS;
@@ -323,6 +352,10 @@ static void assert_at_rest(fixture_t *fx)
 
     assert_int_equal(rtr_tickets_running(rtr_loop_tickets(fx->loop)), 0);
     assert_int_equal(rtr_tickets_queued(rtr_loop_tickets(fx->loop)), 0);
+    for (uint32_t i = 0; i < rtr_tenants_count(fx->tenants); i++) {
+        assert_int_equal(atomic_load(&rtr_tenants_at(fx->tenants, i)->running), 0);
+        assert_int_equal(atomic_load(&rtr_tenants_at(fx->tenants, i)->queued), 0);
+    }
     for (uint32_t i = 0; i < rtr_registry_slots(reg); i++) {
         const rtr_node_t *node = rtr_registry_node(reg, i);
         assert_int_equal(node->backlog.work.tokens, 0);
@@ -584,6 +617,96 @@ static void test_a_full_queue_refuses_at_once(void **state)
         assert_int_equal(atomic_load(&waiting[i]->outcome), -1);
         rtr_request_unref(waiting[i]);
     }
+}
+
+/* Submits, and lets the only decode node have no room for it: so many wait then. */
+static rtr_request_t *submit_to_wait(fixture_t *fx, node_t *decode, uint32_t tenant,
+                                     const char *body, uint32_t waiting)
+{
+    rtr_request_t *req = rtr_request_ref(submit_as(fx, tenant, body));
+
+    while (rtr_tickets_queued(rtr_loop_tickets(fx->loop)) < waiting) {
+        answer_reserve(decode, &expect(fx, decode, TD_MSG_RESERVE)->u.work, TD_ERR_BUSY);
+        spin(fx, NULL);
+    }
+    return req;
+}
+
+static void test_a_full_queue_has_room_for_who_has_less_than_its_share(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *decode = NULL;
+    rtr_request_t *waiting[2];
+    rtr_request_t *other = NULL;
+
+    (void)add_node(fx, TD_ROLE_PREFILL, "p1");
+    decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    for (uint32_t i = 0; i < 2; i++) {
+        waiting[i] = submit_to_wait(fx, decode, TENANT_A, WHOLE, i + 1);
+    }
+    other = rtr_request_ref(submit_as(fx, TENANT_B, WHOLE));
+    assert_ended(fx, waiting[1], RTR_OUTCOME_REJECTED, 429, "so is its queue");
+    assert_int_equal(rtr_tickets_queued(rtr_loop_tickets(fx->loop)), 2);
+    assert_int_equal(atomic_load(&rtr_tenants_at(fx->tenants, TENANT_A)->queued), 1);
+    assert_int_equal(atomic_load(&rtr_tenants_at(fx->tenants, TENANT_B)->queued), 1);
+    wait_end(fx, submit_as(fx, TENANT_B, WHOLE)); /* both have their share: it is refused itself */
+    wait_end(fx, submit_as(fx, TENANT_A, WHOLE));
+    assert_int_equal(td_metric_get(fx->metrics.requests[RTR_OUTCOME_REJECTED]), 3);
+    assert_int_equal(atomic_load(&waiting[0]->outcome), -1);
+    assert_int_equal(atomic_load(&other->outcome), -1);
+    rtr_loop_drain(fx->loop, 0);
+    rtr_request_unref(waiting[0]);
+    rtr_request_unref(waiting[1]);
+    rtr_request_unref(other);
+    assert_at_rest(fx);
+}
+
+#define LONG_PROMPT "{\"prompt\":[3,4,5,3,4,5,3,4,5,3,4,5,3,4,5,3,4,5,3,4],\"max_tokens\":5}"
+
+/* The next that the node is asked for; of 18 tokens, or 20. */
+static running_t expect_reserve(fixture_t *fx, node_t *decode, uint32_t *prompt_tokens_out)
+{
+    const td_msg_work_t *w = &expect(fx, decode, TD_MSG_RESERVE)->u.work;
+
+    *prompt_tokens_out = w->prompt_tokens;
+    return (running_t){.ticket = w->ticket, .attempt = w->attempt};
+}
+
+static void refuse_reserve(node_t *decode, running_t run)
+{
+    const td_msg_work_t w = {.ticket = run.ticket, .attempt = run.attempt};
+    answer_reserve(decode, &w, TD_ERR_BUSY);
+}
+
+static void test_tenants_that_wait_take_turns(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    rtr_request_t *reqs[3];
+    running_t asked[2];
+    uint32_t tokens[2] = {0};
+
+    /* What is placed without waiting counts: b's request came last, and is the next. */
+    reqs[0] = rtr_request_ref(submit_as(fx, TENANT_A, WHOLE));
+    (void)start_attempt(fx, prefill, decode);
+    reqs[1] = submit_to_wait(fx, decode, TENANT_A, WHOLE, 1);
+    reqs[2] = submit_to_wait(fx, decode, TENANT_B, LONG_PROMPT, 2);
+    for (uint32_t i = 0; i < 2; i++) {
+        asked[i] = expect_reserve(fx, decode, &tokens[i]);
+    }
+    assert_int_equal(tokens[0] + tokens[1], 18 + 20);
+    refuse_reserve(decode, asked[tokens[0] == 20 ? 0 : 1]);
+    refuse_reserve(decode, asked[tokens[0] == 20 ? 1 : 0]);
+    (void)expect_reserve(fx, decode, &tokens[0]);
+    (void)expect_reserve(fx, decode, &tokens[1]);
+    assert_int_equal(tokens[0], 20);
+    assert_int_equal(tokens[1], 18);
+    rtr_loop_drain(fx->loop, 0);
+    for (uint32_t i = 0; i < 3; i++) {
+        rtr_request_unref(reqs[i]);
+    }
+    assert_at_rest(fx);
 }
 
 static void test_the_queue_moves_on_when_room_comes(void **state)
@@ -1253,6 +1376,69 @@ static void test_a_client_gone_cancels_both_legs(void **state)
     assert_at_rest(fx);
 }
 
+/* How far the minute's tokens are from full, but for what time has brought back. */
+static void assert_used(fixture_t *fx, uint32_t used, uint64_t began_ns)
+{
+    rtr_tenant_t *tenant = rtr_tenants_at(fx->tenants, TENANT_LIMITED);
+    const uint32_t left = rtr_tenant_view(tenant, td_now_ns()).tokens_left;
+    const uint64_t back = (td_now_ns() - began_ns) / (100 * TD_NS_PER_MS) + 1; /* 10 a second */
+
+    assert_int_equal(atomic_load(&tenant->running), 0);
+    assert_in_range(left, 600 - used, TD_MIN(600, 600 - used + back));
+}
+
+/* Each way out gives back the place, and of 18 + 5 tokens those that were not used: the prompt once
+ * it was placed, and each token that came. */
+static void test_i5_what_a_tenant_took_comes_back_on_every_way_out(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *prefill = add_node(fx, TD_ROLE_PREFILL, "p1");
+    node_t *decode = add_node(fx, TD_ROLE_DECODE, "d1");
+    const uint64_t began_ns = td_now_ns();
+    rtr_request_t *req = rtr_request_ref(submit_as(fx, TENANT_LIMITED, WHOLE));
+    rtr_request_t *over = NULL;
+    running_t run = start_attempt(fx, prefill, decode);
+
+    over = submit_as(fx, TENANT_LIMITED, WHOLE); /* one at a time */
+    wait_end(fx, over);
+    assert_int_equal(over->http_status, 429);
+    assert_non_null(strstr(over->out.bytes, "rate_limit_exceeded"));
+    assert_non_null(strstr(over->out.bytes, "1 requests at a time"));
+    assert_true(over->retry_after_s > 0);
+    finish_well(prefill, decode, run);
+    assert_ended(fx, req, RTR_OUTCOME_OK, 200, "hello");
+    assert_int_equal(req->limits.tokens, 600);
+    assert_in_range(req->limits.tokens_left, 577, 578);
+    rtr_request_unref(req);
+    assert_used(fx, 20, began_ns);
+
+    req = submit_as(fx, TENANT_LIMITED, WHOLE); /* a failure behind the prompt */
+    run = start_attempt(fx, prefill, decode);
+    send_end(decode, run.ticket, run.attempt, TD_ERR_INVALID);
+    assert_ended(fx, req, RTR_OUTCOME_BAD_REQUEST, 400, "cannot serve");
+    assert_used(fx, 20 + 18, began_ns);
+
+    req = submit_as(fx, TENANT_LIMITED, WHOLE); /* refused before anything was computed */
+    answer_reserve(decode, &expect(fx, decode, TD_MSG_RESERVE)->u.work, TD_ERR_TOO_LARGE);
+    wait_end(fx, req);
+    assert_used(fx, 20 + 18, began_ns);
+
+    req = submit_as(fx, TENANT_LIMITED, WHOLE); /* the client has left */
+    run = start_attempt(fx, prefill, decode);
+    rtr_request_mark_gone(req);
+    rtr_loop_wake_gone(fx->loop);
+    expect_cancel(fx, decode, run);
+    assert_used(fx, 20 + 18 + 18, began_ns);
+
+    req =
+        submit_as(fx, TENANT_LIMITED, "{\"prompt\":[3],\"max_tokens\":600}"); /* once it is full */
+    wait_end(fx, req);
+    assert_int_equal(req->http_status, 429);
+    assert_non_null(strstr(req->out.bytes, "600 tokens a minute"));
+    assert_used(fx, 20 + 18 + 18, began_ns);
+    assert_at_rest(fx);
+}
+
 static void test_a_client_that_does_not_read_is_cut_off(void **state)
 {
     fixture_t *fx = *state;
@@ -1683,6 +1869,8 @@ int main(void)
         T(test_a_busy_node_is_passed_over),
         T(test_a_full_cluster_queues_then_429),
         T(test_a_full_queue_refuses_at_once),
+        T(test_a_full_queue_has_room_for_who_has_less_than_its_share),
+        T(test_tenants_that_wait_take_turns),
         T(test_the_queue_moves_on_when_room_comes),
         T(test_a_busy_prefill_node_is_no_failure),
         T(test_a_failed_hand_off_is_tried_three_times_then_502),
@@ -1707,6 +1895,7 @@ int main(void)
         T(test_i9_tickets_that_nodes_let_go_are_placed_again),
         T(test_tokens_out_of_order_end_the_attempt),
         T(test_a_client_gone_cancels_both_legs),
+        T(test_i5_what_a_tenant_took_comes_back_on_every_way_out),
         T(test_a_client_that_does_not_read_is_cut_off),
         T(test_shutdown_ends_what_is_under_way),
         T(test_an_overdue_request_is_504),
