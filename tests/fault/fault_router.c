@@ -13,6 +13,7 @@
 #include "router/rtr_index.h"
 #include "router/sim_sweep.h"
 #include "router/rtr_request.h"
+#include "router/rtr_tenants.h"
 #include "tests/fuzz/gguf_build.h"
 
 #define STEPS_MAX 20000u
@@ -220,6 +221,22 @@ static td_status_t step_index(const fixture_t *fx)
     return status;
 }
 
+static td_status_t step_tenants(const fixture_t *fx)
+{
+    rtr_tenants_t *tenants = NULL;
+    rtr_fair_t *fair = NULL;
+    td_str_t text = {0};
+    td_status_t status = rtr_tenants_create(&tenants);
+    (void)fx;
+
+    status = status == TD_OK ? rtr_tenants_queue(tenants, &fair) : status;
+    status = status == TD_OK ? rtr_tenants_series(tenants, &text) : status;
+    td_str_fini(&text);
+    rtr_fair_destroy(fair);
+    rtr_tenants_destroy(tenants);
+    return status;
+}
+
 static td_status_t step_sim(const fixture_t *fx)
 {
     static const char text[] =
@@ -265,6 +282,7 @@ SWEEP(reply, 3)
 SWEEP(request, 8)
 SWEEP(request_fail, 1)
 SWEEP(index, 10)
+SWEEP(tenants, 4)
 SWEEP(sim, 25)
 
 int main(void)
@@ -272,8 +290,8 @@ int main(void)
 #define T(name)                                                                                    \
     cmocka_unit_test_setup_teardown(test_##name##_survives_lack_of_memory, setup, teardown)
     const struct CMUnitTest tests[] = {
-        T(parse_chat), T(parse_completion), T(parse_tokens), T(reply),
-        T(request),    T(request_fail),     T(index),        T(sim),
+        T(parse_chat), T(parse_completion), T(parse_tokens), T(reply), T(request), T(request_fail),
+        T(index),      T(tenants),          T(sim),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

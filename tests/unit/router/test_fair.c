@@ -252,6 +252,26 @@ static void test_who_has_most_gives_way_to_who_has_less_than_its_share(void **st
     assert_null(rtr_fair_victim(fx.fair, 2, 0));
 }
 
+static void test_nobody_takes_more_than_its_share_or_is_driven_out_in_turn(void **state)
+{
+    const uint32_t weights[FLOWS] = {1, 1, 1, 1};
+    const uint32_t counts[3] = {5, 3, 1};
+    (void)state;
+
+    open_fair(weights);
+    for (uint32_t flow = 0; flow < 3; flow++) {
+        for (uint32_t i = 0; i < counts[flow]; i++) {
+            (void)join(flow, i, 0, 10);
+        }
+    }
+    assert_null(rtr_fair_victim(fx.fair, 1, 9)); /* it has its 3 of 9, though another has 5 */
+    assert_ptr_equal(rtr_fair_victim(fx.fair, 2, 9), &fx.items[0][4]);
+    rtr_fair_destroy(fx.fair);
+    open_fair(weights);
+    (void)join(0, 0, 0, 10);
+    assert_null(rtr_fair_victim(fx.fair, 1, 1)); /* else each would drive out the other */
+}
+
 static void test_weights_are_checked(void **state)
 {
     const uint32_t zero[2] = {1, 0};
@@ -277,6 +297,8 @@ int main(void)
         cmocka_unit_test_teardown(test_lower_priorities_come_first_and_cost_the_same, teardown),
         cmocka_unit_test_teardown(test_no_starvation_behind_priorities, teardown),
         cmocka_unit_test_teardown(test_who_has_most_gives_way_to_who_has_less_than_its_share,
+                                  teardown),
+        cmocka_unit_test_teardown(test_nobody_takes_more_than_its_share_or_is_driven_out_in_turn,
                                   teardown),
         cmocka_unit_test(test_weights_are_checked),
     };
