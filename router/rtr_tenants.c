@@ -308,13 +308,14 @@ static td_status_t write_series(const sums_t *s, uint32_t count, td_str_t *out)
 {
     char label[64];
 
-    TD_TRY(head(out, "requests_total", "counter", "Generation requests by how they ended."));
+    TD_TRY(head(out, "requests_total", "counter",
+                "Generation requests of a tenant by how they ended."));
     for (uint32_t i = 0; i < RTR_OUTCOME_COUNT; i++) {
         (void)snprintf(label, sizeof(label), ",outcome=\"%s\"", rtr_outcome_name((rtr_outcome_t)i));
         TD_TRY(rows(out, s, count, "requests_total", label,
                     offsetof(sums_t, ended) + i * sizeof(uint64_t)));
     }
-    TD_TRY(head(out, "limited_total", "counter", "Of them, those that a limit refused."));
+    TD_TRY(head(out, "limited_total", "counter", "Requests that a limit of their tenant refused."));
     for (uint32_t i = RTR_LIMIT_NONE + 1; i < RTR_LIMITS; i++) {
         (void)snprintf(label, sizeof(label), ",limit=\"%s\"", rtr_limit_name((rtr_limit_t)i));
         TD_TRY(rows(out, s, count, "limited_total", label,
@@ -328,7 +329,8 @@ static td_status_t write_series(const sums_t *s, uint32_t count, td_str_t *out)
                 offsetof(sums_t, completion_tokens)));
     TD_TRY(head(out, "waits_total", "counter", "Prompts that waited for room on a node."));
     TD_TRY(rows(out, s, count, "waits_total", "", offsetof(sums_t, waits)));
-    TD_TRY(head(out, "wait_seconds_total", "counter", "How long they waited."));
+    TD_TRY(
+        head(out, "wait_seconds_total", "counter", "How long prompts waited for room on a node."));
     for (uint32_t i = 0; i < count; i++) {
         TD_TRY(td_str_printf(out, SERIES "wait_seconds_total{tenant=\"%s\"} %.6f\n", s[i].name,
                              (double)s[i].wait_ns / (double)TD_NS_PER_S));
