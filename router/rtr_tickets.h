@@ -17,8 +17,9 @@
 #define RTR_RETRIES_MAX 2u    /* of a ticket in a row, without a token in between */
 #define RTR_FAILOVERS_MAX 16u /* of a ticket in all */
 #define RTR_RESERVE_MS 2000u
-#define RTR_REST_MS 50u /* before the same node is asked again, doubled by each failure in a row   \
-                         */
+#define RTR_REST_MS                                                                                \
+    50u /* before the same node is asked again, doubled by each failure in a row                   \
+         */
 #define RTR_QUEUE_PROBES_MAX 4u /* tickets of the queue that may ask for room at one time */
 #define RTR_HINT_BLOCKS_MAX 4096u
 #define RTR_SELF_TOKENS_MAX 4096u
