@@ -282,9 +282,11 @@ static void learn_prefill(rtr_tickets_t *ts, const rtr_ticket_t *t, const td_msg
     const rtr_work_t work =
         rtr_work_of(rtr_ticket_prompt(t)->count, (uint32_t)TD_MIN(cached, UINT32_MAX),
                     (uint32_t)TD_MIN(usage->cached_store_tokens, rtr_ticket_prompt(t)->count));
-    const uint64_t seen_ns = rtr_backlog_end(&node->backlog, t->start_ns, td_now_ns());
-    /* The node knows better: between our prompts it may have had other routers'. */
-    const double ns = (double)(m->busy_ns > 0 ? m->busy_ns : seen_ns);
+    const uint64_t now_ns = td_now_ns();
+    const uint64_t seen_ns = rtr_backlog_end(&node->backlog, t->start_ns, now_ns);
+    /* The node knows better: between our prompts it may have had other routers'. But what it says
+     * becomes part of what new nodes are taken for, so it is believed within what can be. */
+    const double ns = (double)(m->busy_ns > 0 ? TD_MIN(m->busy_ns, now_ns - t->start_ns) : seen_ns);
 
     rtr_work_observe(&node->prefill_time, &ts->prefill_time, &work, ns);
     rtr_work_observe(&ts->prefill_time, NULL, &work, ns);

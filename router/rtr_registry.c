@@ -514,26 +514,43 @@ static td_attention_mask_t mask_of(const char *numerics_class)
     return mask;
 }
 
+/* Before a slot is taken: who cannot be reached shall not use them up. The node of that name, if
+ * there is one, has then lost its connection, and is not left without one. */
+static td_status_t open_connection(rtr_registry_t *reg, const td_msg_register_t *r)
+{
+    const td_status_t status =
+        td_bus_connect(reg->config.bus, r->self.id, r->self.endpoint, r->self.incarnation);
+    const uint32_t slot = slot_of(reg, r->self.id);
+
+    if (status != TD_OK && slot != RTR_PLACE_NONE && reg->nodes[slot].live) {
+        end_life(reg, slot, "its endpoint cannot be connected to");
+    }
+    return status;
+}
+
 /* Gives a clean slot to a new life. One that it replaces (*replaced_out) is over, but its tickets
  * keep their counts until they are moved, which is when the new life is there to take them. */
 static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t *r,
                                    uint32_t *slot_out, bool *replaced_out, bool *void_out)
 {
-    uint32_t slot = take_slot(reg, r->self.id);
+    uint32_t slot = RTR_PLACE_NONE;
     rtr_node_t *node = NULL;
 
+    TD_TRY(open_connection(reg, r));
+    slot = take_slot(reg, r->self.id);
     if (slot == RTR_PLACE_NONE) {
         TD_LOG_ERROR("node not registered", "node=%s limit=%u", r->self.id, RTR_SLOTS_MAX);
+        td_bus_disconnect(reg->config.bus, r->self.id);
         return TD_ERR_BUSY;
     }
     node = &reg->nodes[slot];
     *slot_out = slot;
     *void_out = node->live && node->incarnation == r->self.incarnation &&
                 node->ticket_epoch != r->ticket_epoch;
-    if (node->known) {
-        td_names_remove(&reg->names, node->id);
-    }
-    if (node->incarnation != r->self.incarnation) {
+    if (node->incarnation != r->self.incarnation || strcmp(node->id, r->self.id) != 0) {
+        if (node->known) {
+            td_names_remove(&reg->names, node->id);
+        }
         *replaced_out = node->live;
         td_str_fini(&node->ucx_address);
         td_str_fini(&node->ucx_rkey);
@@ -547,7 +564,6 @@ static td_status_t accept_register(rtr_registry_t *reg, const td_msg_register_t 
         rtr_events_add(reg->config.events, RTR_EVENT_NODE_UP, r->self.id, "",
                        td_role_name(r->self.role));
     }
-    TD_TRY(td_bus_connect(reg->config.bus, r->self.id, r->self.endpoint, r->self.incarnation));
     TD_TRY(keep_register(node, r));
     td_names_set(&reg->names, node->id, slot);
     if (r->self.role != TD_ROLE_KVSTORE) {

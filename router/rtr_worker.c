@@ -10,6 +10,7 @@ typedef struct worker {
     pthread_t thread;
     td_ring_t *ring; /* owned */
     rtr_workers_t *all;
+    atomic_uint large; /* bodies that it has, or will take up. Relaxed: small ones go elsewhere */
     bool started;
 } worker_t;
 
@@ -70,6 +71,21 @@ static void work(const rtr_workers_t *ws, rtr_request_t *req)
     rtr_request_unref(req);
 }
 
+static bool is_large(const rtr_request_t *req)
+{
+    return req->body.len > RTR_WORKER_LARGE_BYTES;
+}
+
+static void work_off(worker_t *w, rtr_request_t *req)
+{
+    const bool large = is_large(req);
+
+    work(w->all, req);
+    if (large) {
+        (void)atomic_fetch_sub_explicit(&w->large, 1, memory_order_relaxed);
+    }
+}
+
 static void *worker_main(void *arg)
 {
     worker_t *w = arg;
@@ -79,7 +95,7 @@ static void *worker_main(void *arg)
         void *item = NULL;
         td_ring_drain_fd(w->ring);
         while (td_ring_pop(w->ring, &item)) {
-            work(w->all, item);
+            work_off(w, item);
         }
         if (atomic_load_explicit(&w->all->stopping, memory_order_acquire)) {
             return NULL;
@@ -110,6 +126,7 @@ td_status_t rtr_workers_create(uint32_t count, const rtr_model_t *model, rtr_loo
     for (uint32_t i = 0; i < count; i++) {
         worker_t *w = &ws->workers[i];
         w->all = ws;
+        atomic_init(&w->large, 0);
         status = td_ring_create(RTR_WORKER_QUEUE_MAX, &w->ring);
         if (status != TD_OK) {
             goto err;
@@ -157,19 +174,48 @@ static bool has_router_alone(const rtr_request_t *req)
            td_metric_get(req->metrics->running) == 0;
 }
 
+/* Counted before it is there for the taking. */
+static bool give(worker_t *w, rtr_request_t *req)
+{
+    const bool large = is_large(req);
+
+    if (large) {
+        (void)atomic_fetch_add_explicit(&w->large, 1, memory_order_relaxed);
+    }
+    if (td_ring_push(w->ring, req) == TD_OK) {
+        return true;
+    }
+    if (large) {
+        (void)atomic_fetch_sub_explicit(&w->large, 1, memory_order_relaxed);
+    }
+    return false;
+}
+
+/* A large body takes its worker up to a second. Those go to the later half, so that somebody is
+ * there for small ones, which keep away from whoever has one. */
+static bool give_any(rtr_workers_t *ws, rtr_request_t *req, bool choosy)
+{
+    const uint32_t turn = atomic_fetch_add_explicit(&ws->turn, 1, memory_order_relaxed);
+    const uint32_t first = is_large(req) ? ws->count / 2 : 0;
+    const uint32_t count = ws->count - first;
+
+    for (uint32_t i = 0; i < count; i++) {
+        worker_t *w = &ws->workers[first + (turn + i) % count];
+        if (choosy && atomic_load_explicit(&w->large, memory_order_relaxed) > 0) {
+            continue;
+        }
+        if (give(w, req)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 td_status_t rtr_workers_submit(rtr_workers_t *ws, rtr_request_t *req)
 {
-    uint32_t turn = 0;
-
     if (has_router_alone(req)) {
         work(ws, req);
         return TD_OK;
     }
-    turn = atomic_fetch_add_explicit(&ws->turn, 1, memory_order_relaxed);
-    for (uint32_t i = 0; i < ws->count; i++) {
-        if (td_ring_push(ws->workers[(turn + i) % ws->count].ring, req) == TD_OK) {
-            return TD_OK;
-        }
-    }
-    return TD_ERR_BUSY;
+    return give_any(ws, req, true) || give_any(ws, req, false) ? TD_OK : TD_ERR_BUSY;
 }

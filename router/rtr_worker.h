@@ -9,6 +9,7 @@
 #define RTR_WORKERS_MAX 64u
 #define RTR_WORKER_QUEUE_MAX 512u
 #define RTR_WORKER_HERE_BYTES 4096u /* of a body that the caller may parse itself: some 100 us */
+#define RTR_WORKER_LARGE_BYTES (64u << 10) /* of a body that small ones shall not wait behind */
 
 typedef struct rtr_workers rtr_workers_t;
 

@@ -17,6 +17,7 @@ typedef struct link {
     bool registered;
     bool listed;           /* its list of peers came since */
     uint64_t list_version; /* of that list, with the changes that came */
+    uint64_t life;         /* of the router that knows us, or did; 0: none yet */
     bool fenced;           /* reported already, until the next lease */
     uint64_t ticket_epoch; /* of the tickets we may have of it */
     bool told_draining;
@@ -414,10 +415,10 @@ static void link_watch(td_member_t *m, link_t *link, uint64_t now)
 {
     const uint64_t silent = silent_ms(link, now);
 
-    if (silent > ROUTER_SILENT_MS && link->registered) {
+    if (silent > ROUTER_SILENT_MS) {
         link->registered = false;
-        if (td_member_registered(m) > 0) {
-            link->listed = false; /* others say who is there */
+        if (link->listed && td_member_registered(m) > 0) { /* now, or since one came back */
+            link->listed = false;                          /* others say who is there */
             link->list_version = 0;
             drop_unlisted(m);
         }
@@ -474,6 +475,20 @@ void td_member_tick(td_member_t *m, const td_msg_heartbeat_t *load)
 
 /* --- messages --------------------------------------------------------------------------------- */
 
+/* Who came back sooner than a lease ends knows nothing of the tickets of its former life: nobody
+ * would ever cancel them. It has sent us none yet, in this one. */
+static void begin_link_life(td_member_t *m, link_t *link, uint64_t life)
+{
+    const bool is_over = link->life != 0 && link->life != life && !link->fenced;
+
+    link->life = life;
+    link->fenced = false;
+    if (is_over) {
+        TD_LOG_WARN("router has begun a new life", "router=%s", link->router.id);
+        tell_fenced(m, link->router.id);
+    }
+}
+
 static void handle_registered(td_member_t *m, link_t *link, const td_msg_t *msg)
 {
     const td_msg_registered_t *r = &msg->u.registered;
@@ -490,8 +505,8 @@ static void handle_registered(td_member_t *m, link_t *link, const td_msg_t *msg)
         return;
     }
     link->registered = true;
-    link->fenced = false;
     link->last_lease_ns = td_now_ns();
+    begin_link_life(m, link, msg->sender_incarnation);
     if (m->events.registered != NULL) {
         m->events.registered(m->events.ctx, r);
     }

@@ -29,9 +29,9 @@ typedef struct td_member_events {
     void (*share)(void *ctx, const char *router, td_msg_heartbeat_t *load);
     void (*peer_up)(void *ctx, const td_msg_peer_t *peer);
     void (*peer_down)(void *ctx, const char *id, uint64_t incarnation);
-    /* That router is gone for a ticket lease: its tickets are void. Or, router NULL, one had
-     * declared us dead: every ticket is void. When incarnation differs from before, it is our new
-     * name (the bus knows it already). */
+    /* That router is gone for a ticket lease, or has come back as another process: its tickets are
+     * void. Or, router NULL, one had declared us dead: every ticket is void. When incarnation
+     * differs from before, it is our new name (the bus knows it already). */
     void (*fenced)(void *ctx, const char *router, uint64_t incarnation);
 } td_member_events_t;
 

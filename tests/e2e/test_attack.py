@@ -6,6 +6,7 @@ import concurrent.futures
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -316,6 +317,35 @@ def test_i6_flood_answers_429(options):
         refused = c.complete(PROMPT * 200, check=False)
         assert refused.status == 400, refused.body
         check_sound(c, expected)
+
+
+@test
+def test_large_bodies_hold_up_nobody_else(options):
+    """Each takes the thread that parses it long; a small one that comes behind them all is answered
+    before most of them are."""
+    with Cluster(options.bin, kvstore=0, kv_memory="256M") as c:
+        body = json.dumps({"model": c.model, "prompt": "tide " * 1600000, "max_tokens": 1}).encode()
+        head = (f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n").encode()
+        host, port = c.address.rsplit(":", 1)
+        large = [socket.create_connection((host, int(port)), timeout=c.http_timeout_s)
+                 for _ in range(6)]
+        try:
+            for connection in large:
+                connection.sendall(head + body[:-1])
+            for connection in large:
+                connection.sendall(body[-1:])
+            for _ in range(4):  # for each of the threads, whose turn it is
+                small = {"model": c.model, "prompt": PROMPT}
+                assert c.request("POST", "/tokenize", small, check=True).json["tokens"]
+            answered = select.select(large, [], [], 0)[0]
+            assert len(answered) <= 2, len(answered)
+            for connection in large:  # it is too long for the model
+                assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        finally:
+            for connection in large:
+                connection.close()
+        check_sound(c, ask(c).text)
 
 
 @test

@@ -111,6 +111,27 @@ def test_i5_a_router_that_dies_takes_nobody_along(options):
 
 
 @test
+def test_i5_nothing_is_held_for_a_router_that_came_back_at_once(options):
+    """Sooner than its lease ends: its new life knows nothing of the old one's tickets to cancel them."""
+    with Routers(options) as c:
+        expected = c.ask("router-2", "clean", max_tokens=1500).text
+        lost = [c.ask("router", f"lost{i}", stream=True, max_tokens=4000) for i in range(3)]
+        kept = c.ask("router-2", "kept", stream=True, max_tokens=1500)
+        for stream in lost:
+            next(iter(stream))
+        c.restart("router")
+        assert texts(kept) == expected  # the other one's go on
+        for stream in lost:
+            stream.close()
+        c.wait_at_rest(seconds=10)
+        wait_until(lambda: c.live("router") == 4, 20, "all nodes have joined it again")
+        for node in ("decode-1", "decode-2"):
+            assert "router silent for a ticket lease" not in c.log(node), node
+        assert c.ask("router", "back").text == c.ask("router-2", "again").text
+        c.wait_at_rest()
+
+
+@test
 def test_i9_a_router_that_slept_goes_on(options):
     """Longer than tickets live: the nodes have let its work go, and do it again, for the same stream."""
     with Routers(options) as c:

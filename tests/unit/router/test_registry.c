@@ -25,6 +25,8 @@ typedef struct node {
     bool mute;      /* neither sends nor hears */
     bool drop_next; /* of the lists that it is sent, one does not arrive */
     bool old;       /* its program knows whole lists alone */
+    bool lost;      /* it registers with an endpoint that is none */
+    uint32_t registrations;
     uint32_t whole;
     uint32_t changes;
 } node_t;
@@ -147,9 +149,11 @@ static void spin(fixture_t *fx)
 
     td_bus_wait(fx->bus, NULL, 0, 1, NULL);
     while (td_bus_recv(fx->bus, &msg, &arena) == TD_OK) {
-        if (msg.type == TD_MSG_REGISTER && msg.sender_id[1] - '0' < (int)NODES &&
-            fx->nodes[msg.sender_id[1] - '0'].old) {
-            msg.u.reg.peer_changes = false;
+        if (msg.type == TD_MSG_REGISTER) {
+            node_t *from = &fx->nodes[msg.sender_id[1] - '0'];
+            from->registrations++;
+            msg.u.reg.peer_changes = !from->old;
+            msg.u.reg.self.endpoint = from->lost ? "nowhere" : msg.u.reg.self.endpoint;
         }
         assert_true(rtr_registry_handle(fx->reg, &msg));
         td_msg_arena_free(arena);
@@ -292,6 +296,42 @@ static void test_who_gets_work_is_told_first(void **state)
     spin_until_all_know_all(fx);
 }
 
+static void spin_until_registered_again(fixture_t *fx, const node_t *node, uint32_t times)
+{
+    const uint64_t deadline_ns = td_now_ns() + WAIT_MS * TD_NS_PER_MS;
+    const uint32_t before = node->registrations;
+
+    while (node->registrations < before + times) {
+        assert_true(td_remaining_ns(deadline_ns) > 0);
+        spin(fx);
+    }
+}
+
+/* Neither as the life that is known nor as a new one, however often it asks. */
+static void test_i6_who_cannot_be_reached_uses_up_no_slots(void **state)
+{
+    fixture_t *fx = *state;
+    node_t *node = &fx->nodes[1];
+
+    spin_until_all_know_all(fx);
+    assert_int_equal(rtr_registry_slots(fx->reg), NODES);
+    node->drop_next = true; /* so that it registers again */
+    begin_new_life(&fx->nodes[2], 102);
+    while (node->drop_next) {
+        spin(fx);
+    }
+    node->lost = true;
+    begin_new_life(&fx->nodes[3], 103);
+    spin_until_registered_again(fx, node, 2);
+    assert_int_equal(rtr_registry_live(fx->reg, TD_ROLE_DECODE), 1); /* n3 */
+    begin_new_life(node, 101);
+    spin_until_registered_again(fx, node, 3);
+    node->lost = false;
+    spin_until_all_know_all(fx);
+    assert_int_equal(rtr_registry_slots(fx->reg), NODES);
+    assert_int_equal(rtr_registry_live(fx->reg, TD_ROLE_DECODE), 2);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -300,6 +340,8 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(test_an_old_program_gets_whole_lists, setup, teardown),
         cmocka_unit_test_setup_teardown(test_who_gets_work_is_told_first, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_i6_who_cannot_be_reached_uses_up_no_slots, setup,
+                                        teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1737,7 +1737,12 @@ static void test_what_legs_took_is_learned(void **state)
     const rtr_node_t *p = rtr_registry_node(rtr_loop_registry(fx->loop), 0);
     const rtr_node_t *d = rtr_registry_node(rtr_loop_registry(fx->loop), 1);
     rtr_request_t *req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
+    const uint64_t begin_ns = td_now_ns();
     const running_t run = start_attempt(fx, prefill, decode);
+    td_msg_t end = {.type = TD_MSG_END,
+                    .u.end = {.leg = TD_ROLE_PREFILL,
+                              .usage = {.cached_local_tokens = 3},
+                              .busy_ns = UINT64_MAX}}; /* more than it can have been */
 
     assert_int_equal(p->backlog.work.prompts, 1);
     assert_int_equal(p->backlog.work.tokens, 18);
@@ -1746,7 +1751,9 @@ static void test_what_legs_took_is_learned(void **state)
     for (uint32_t i = 0; i < 17; i++) {
         send_token(decode, run.ticket, run.attempt, 0, i, "a", TD_FINISH_NONE);
     }
-    send_end(prefill, run.ticket, run.attempt, TD_OK);
+    end.u.end.ticket = run.ticket;
+    end.u.end.attempt = run.attempt;
+    send_to_router(prefill, &end);
     while (p->prefill_time.n < 1 || d->tbt.n < 1) {
         spin(fx, NULL);
     }
@@ -1755,6 +1762,7 @@ static void test_what_legs_took_is_learned(void **state)
     assert_true(d->tbt.xx[1][1] == 1); /* one sequence gave tokens */
     assert_true(p->prefill_time.n == 1);
     assert_true(p->prefill_time.xx[0][0] == 15 * 15); /* the node had three of the 18 */
+    assert_true(p->prefill_time.weights[0] <= (double)(td_now_ns() - begin_ns));
     assert_int_equal(p->backlog.work.prompts, 0);
     send_token(decode, run.ticket, run.attempt, 0, 17, "b", TD_FINISH_STOP);
     send_end(decode, run.ticket, run.attempt, TD_OK);

@@ -25,6 +25,7 @@ typedef struct fixture {
     uint32_t beats[ROUTERS];
     td_msg_heartbeat_t beat[ROUTERS];
     bool renews; /* the routers answer heartbeats with leases */
+    bool mute[ROUTERS];
     uint32_t fenced[ROUTERS];
     uint32_t new_lives;
     uint32_t ups;
@@ -154,6 +155,10 @@ static void take(fixture_t *fx, uint32_t i)
     td_msg_t msg;
 
     while (td_bus_recv(fx->routers[i], &msg, &arena) == TD_OK) {
+        if (fx->mute[i]) {
+            td_msg_arena_free(arena);
+            continue;
+        }
         if (msg.type == TD_MSG_REGISTER) {
             td_msg_t answer = {.type = TD_MSG_REGISTERED, .u.registered = {.accepted = true}};
             fx->registrations[i]++;
@@ -218,13 +223,15 @@ static void join_both(fixture_t *fx)
     SPIN_UNTIL(fx, td_member_registered(fx->member) == ROUTERS);
 }
 
-/* Lets what was sent arrive: a heartbeat that is sent behind it has come back. */
+/* Lets what was sent arrive: heartbeats that are sent behind it have come back. */
 static void settle(fixture_t *fx)
 {
+    uint32_t beats[ROUTERS];
+
+    memcpy(beats, fx->beats, sizeof(beats));
     for (uint32_t i = 0; i < ROUTERS; i++) {
-        const uint32_t beats = fx->beats[i];
         if (fx->routers[i] != NULL) {
-            SPIN_UNTIL(fx, fx->beats[i] >= beats + 2);
+            SPIN_UNTIL(fx, fx->beats[i] >= beats[i] + 2);
         }
     }
 }
@@ -379,6 +386,62 @@ static void test_member_follows_a_router_to_another_endpoint(void **state)
     SPIN_UNTIL(fx, fx->registrations[0] > 0 && td_member_registered(fx->member) == ROUTERS);
 }
 
+/* One that came back before its lease ended: nobody else would ever end what its former life had
+ * here. Who registers anew with the same life keeps its tickets. */
+static void test_i5_member_fences_the_former_life_of_a_router(void **state)
+{
+    const td_msg_register_t self = {.self = {.id = "n", .role = TD_ROLE_DECODE, .endpoint = "t"},
+                                    .http = "",
+                                    .numerics_class = "c",
+                                    .version = "2"};
+    fixture_t *fx = *state;
+    td_member_router_t routers[ROUTERS];
+
+    fx->renews = true;
+    join_both(fx);
+    assert_int_equal(td_member_update(fx->member, &self), TD_OK);
+    SPIN_UNTIL(fx, fx->registrations[0] > 1 && fx->registrations[1] > 1);
+    join_both(fx);
+    assert_int_equal(fx->fenced[0] + fx->fenced[1], 0);
+    td_bus_destroy(fx->routers[0]);
+    open_router(fx, 0, 200);
+    routers[0] = router_of(fx, 0);
+    routers[1] = router_of(fx, 1);
+    td_member_set_routers(fx->member, routers, ROUTERS);
+    SPIN_UNTIL(fx, fx->fenced[0] == 1);
+    join_both(fx);
+    assert_int_equal(fx->fenced[0], 1);
+    assert_int_equal(fx->fenced[1], 0);
+    assert_int_equal(fx->new_lives, 0);
+}
+
+/* All fell silent, as for a node that slept, and the last one does not come back: what it alone had
+ * listed is nobody's word any more once another one is heard. */
+static void test_f10_member_forgets_the_list_of_a_router_that_stays_away(void **state)
+{
+    fixture_t *fx = *state;
+    td_bus_t *peer = bus_of("p", 1);
+    uint32_t beats = 0;
+
+    fx->renews = true;
+    join_both(fx);
+    beats = fx->beats[1];
+    send_peers(fx, 0, "", 0);
+    send_peers(fx, 1, td_bus_endpoint(peer), 1);
+    SPIN_UNTIL(fx, fx->ups == 1);
+    fx->mute[0] = true;
+    SPIN_UNTIL(fx, fx->beats[1] >= beats + 3); /* it is the last one that was heard */
+    fx->mute[1] = true;
+    SPIN_UNTIL(fx, td_member_registered(fx->member) == 0);
+    assert_int_equal(fx->downs, 0); /* nobody says otherwise */
+    fx->mute[0] = false;
+    SPIN_UNTIL(fx, td_member_registered(fx->member) == 1);
+    send_peers(fx, 0, "", 0);
+    SPIN_UNTIL(fx, fx->downs == 1);
+    assert_null(td_member_find(fx->member, "p"));
+    td_bus_destroy(peer);
+}
+
 #define T(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
 
 int main(void)
@@ -390,6 +453,8 @@ int main(void)
         T(test_i5_member_fences_one_router_at_a_time),
         T(test_member_is_dead_for_all_when_it_is_for_one),
         T(test_member_leaves_a_router_once_it_is_silent),
+        T(test_i5_member_fences_the_former_life_of_a_router),
+        T(test_f10_member_forgets_the_list_of_a_router_that_stays_away),
         T(test_member_follows_a_router_to_another_endpoint),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
