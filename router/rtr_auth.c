@@ -12,6 +12,7 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
+#include "common/base/td_private.h"
 #include "common/wire/td_bus.h"
 
 #define HASH_BYTES 32u
@@ -184,8 +185,8 @@ static td_status_t read_keys(FILE *file, const char *path, rtr_auth_t *auth)
     const char *expected = NULL;
     uint32_t number = 0;
 
-    if (fstat(fileno(file), &info) != 0 || (info.st_mode & 077) != 0) {
-        TD_LOG_ERROR("api key file refused", "file=%s expected=\"mode 0600\"", path);
+    if (fstat(fileno(file), &info) != 0 || !td_file_is_private(&info)) {
+        TD_LOG_ERROR("api key file refused", "file=%s expected=\"" TD_PRIVATE_EXPECTED "\"", path);
         return TD_ERR_INVALID;
     }
     while (expected == NULL && fgets(text, sizeof(text), file) != NULL) {
