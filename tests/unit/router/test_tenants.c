@@ -306,6 +306,22 @@ static void test_other_lines_are_refused(void **state)
     assert_int_equal(load(fx, line), TD_OK);
 }
 
+static void test_a_file_that_others_read_is_refused(void **state)
+{
+    fixture_t *fx = *state;
+    rtr_tenants_t *others = NULL;
+    rtr_auth_t *auth = NULL;
+
+    assert_int_equal(load(fx, "k"), TD_OK);
+    assert_int_equal(rtr_tenants_create(&others), TD_OK);
+    assert_int_equal(chmod(fx->path, 0604), 0);
+    assert_int_equal(rtr_auth_load(fx->path, fx->secret, others, &auth), TD_ERR_INVALID);
+    assert_int_equal(unlink(fx->path), 0);
+    assert_int_equal(rtr_auth_load(fx->path, fx->secret, others, &auth), TD_ERR_IO);
+    rtr_tenants_destroy(others);
+    assert_int_equal(load(fx, "k"), TD_OK);
+}
+
 static void test_keys_have_a_limit(void **state)
 {
     fixture_t *fx = *state;
@@ -341,6 +357,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_a_file_says_who_has_which_key_and_what_they_may, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_other_lines_are_refused, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_file_that_others_read_is_refused, setup, teardown),
         cmocka_unit_test_setup_teardown(test_keys_have_a_limit, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
