@@ -197,6 +197,17 @@ static uint32_t choose_layers_step(const pfn_node_t *p)
     return step;
 }
 
+uint32_t pfn_batch_room(const pfn_batch_t *b, uint32_t rows_left)
+{
+    bool ends = false;
+
+    for (uint32_t i = 0; i < b->part_count; i++) {
+        ends = ends || b->parts[i].last;
+    }
+    return ends ? TD_MIN(rows_left, PFN_FILL_ROWS - TD_MIN(b->row_count, PFN_FILL_ROWS))
+                : rows_left;
+}
+
 void pfn_batch_schedule(pfn_node_t *p)
 {
     uint32_t rows_left = p->chunk_tokens;
@@ -210,6 +221,7 @@ void pfn_batch_schedule(pfn_node_t *p)
     for (pfn_request_t *r = p->requests; r != NULL && rows_left > 0; r = r->next) {
         if (r->state == PFN_COMPUTE && p->batch.part_count < PFN_PARTS_MAX) {
             add_part(p, r, &rows_left, &logits_left);
+            rows_left = pfn_batch_room(&p->batch, rows_left);
         }
     }
     if (p->batch.part_count == 0) {

@@ -17,6 +17,9 @@
 #define PFN_ANNOUNCE_BYTES                                                                         \
     (256u * 1024u) /* a request's layers are gathered to announcements of at least this */
 
+/* A pass that ends a prompt is filled with others' rows up to so many: more rows take longer,
+ * nearly in proportion, and its first token would wait for all of them. */
+#define PFN_FILL_ROWS 16u
 #define PFN_RATE_AGE_MS 10000u /* a rate measured longer ago says nothing any more */
 #define PFN_FETCH_MS_MIN 100u  /* a fetch from the store has at least this long */
 
@@ -87,6 +90,9 @@ typedef struct pfn_batch {
     uint64_t started_ns;
     atomic_uint_fast32_t layers_done; /* release by the pass, acquire by the loop */
 } pfn_batch_t;
+
+/** Rows that the batch may still take, of those left of a chunk. */
+uint32_t pfn_batch_room(const pfn_batch_t *batch, uint32_t rows_left);
 
 /** How fast something went lately: both sums lose a quarter with each new measurement. */
 typedef struct pfn_rate {

@@ -457,6 +457,26 @@ static void test_prefill_unsent_kv_ready_ends_the_request(void **state)
     assert_nothing_held(w);
 }
 
+/* A prompt's last rows do not wait for a chunk of another one's. */
+static void test_prefill_pass_that_ends_a_prompt_is_not_filled(void **state)
+{
+    pfn_batch_t b = {.part_count = 1, .row_count = 100};
+    (void)state;
+
+    assert_int_equal(pfn_batch_room(&b, 156), 156);
+    b.parts[0].last = true;
+    assert_int_equal(pfn_batch_room(&b, 156), 0);
+    b.row_count = 5;
+    assert_int_equal(pfn_batch_room(&b, 251), PFN_FILL_ROWS - 5);
+    assert_int_equal(pfn_batch_room(&b, 3), 3);
+    b.parts[1] = (pfn_part_t){.last = false}; /* what came behind it changes nothing */
+    b.part_count = 2;
+    b.row_count = PFN_FILL_ROWS;
+    assert_int_equal(pfn_batch_room(&b, 240), 0);
+    b.part_count = 0;
+    assert_int_equal(pfn_batch_room(&b, 256), 256);
+}
+
 /* What is wrong with one request's numbers ends that one, and none that shared its batch. */
 static void test_prefill_failed_request_leaves_its_batch_alone(void **state)
 {
@@ -762,6 +782,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_prefill_deadline_ends_the_request, setup, teardown),
         cmocka_unit_test_setup_teardown(test_prefill_unsent_kv_ready_ends_the_request, setup,
                                         teardown),
+        cmocka_unit_test(test_prefill_pass_that_ends_a_prompt_is_not_filled),
         cmocka_unit_test_setup_teardown(test_prefill_failed_request_leaves_its_batch_alone, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_prefill_gathers_layers_for_each_request,
