@@ -41,7 +41,6 @@ struct rtr_registry {
     uint32_t master_slot;  /* as it is listed; RTR_PLACE_NONE: none */
     uint64_t told_version; /* all that are live have this list */
     uint64_t next_peers_ns;
-    uint32_t peers_turn; /* the slot that is looked at next for an old list */
     uint64_t next_scan_ns;
     uint64_t next_page_ns;
     uint64_t last_tick_ns;
@@ -278,7 +277,26 @@ void rtr_registry_tell(rtr_registry_t *reg, uint32_t slot)
     }
 }
 
-/* To some of those whose list is old. True: there are more. */
+/* To those whose list is old, either the ones that have none yet or the others, up to
+ * PEERS_PER_TICK in all. False: there are more. */
+static bool send_to(rtr_registry_t *reg, bool without_list, uint32_t *sent)
+{
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        rtr_node_t *node = &reg->nodes[i];
+        if (!is_behind(reg, node) || (node->peers_version == 0) != without_list) {
+            continue;
+        }
+        if (*sent == PEERS_PER_TICK) {
+            return false;
+        }
+        send_list(reg, node);
+        ++*sent;
+    }
+    return true;
+}
+
+/* To some of those whose list is old. True: there are more. Who is new gets its list last: whom it
+ * then speaks to, the store's master for one, knows it, or would drop what it says. */
 static bool send_lists(rtr_registry_t *reg, uint64_t now)
 {
     uint32_t sent = 0;
@@ -286,16 +304,8 @@ static bool send_lists(rtr_registry_t *reg, uint64_t now)
     if (reg->told_version == reg->peers_version || now < reg->next_peers_ns) {
         return false;
     }
-    for (uint32_t i = 0; i < reg->slots; i++) {
-        const uint32_t slot = reg->peers_turn < reg->slots ? reg->peers_turn : 0;
-        if (is_behind(reg, &reg->nodes[slot])) {
-            if (sent == PEERS_PER_TICK) {
-                return true;
-            }
-            send_list(reg, &reg->nodes[slot]);
-            sent++;
-        }
-        reg->peers_turn = slot + 1;
+    if (!send_to(reg, false, &sent) || !send_to(reg, true, &sent)) {
+        return true;
     }
     if (sent > 0) { /* whom it could not be sent to is found the next time */
         reg->next_peers_ns = now + PEERS_MS * TD_NS_PER_MS;
@@ -603,7 +613,6 @@ static void handle_register(rtr_registry_t *reg, const td_msg_t *msg)
     }
     if (slot != RTR_PLACE_NONE) {
         note_change(reg, slot);
-        rtr_registry_tell(reg, slot); /* the others at the next tick, or before they get work */
     }
     if (replaced) {
         td_metric_add(reg->config.metrics->node_deaths, 1);
