@@ -192,13 +192,18 @@ static void work_fill(uint32_t prompt_tokens, uint32_t cached_tokens, double *ou
     work_features(&work, out);
 }
 
-static common_t common_of(const rtr_place_ask_t *ask)
+static uint32_t cacheable_tokens(const rtr_place_ask_t *ask)
 {
     const uint32_t before_last = ask->prompt_tokens > 0 ? ask->prompt_tokens - 1 : 0;
-    common_t c = {0};
 
     TD_ASSERT(ask->granule_tokens > 0);
-    c.most = before_last / ask->granule_tokens * ask->granule_tokens;
+    return before_last / ask->granule_tokens * ask->granule_tokens;
+}
+
+static common_t common_of(const rtr_place_ask_t *ask)
+{
+    common_t c = {.most = cacheable_tokens(ask)};
+
     c.pool = ask->policy == RTR_POLICY_KV_AWARE ? TD_MIN(ask->pool_tokens, c.most) : 0;
     work_fill(ask->prompt_tokens, 0, c.whole);
     work_fill(ask->prompt_tokens, c.pool, c.pulled);
@@ -491,28 +496,32 @@ rtr_decode_choice_t rtr_place_decode(const rtr_place_ask_t *ask, const rtr_decod
 #define SELF_TRY_EVERY 64u /* what was slow is tried again, */
 #define SELF_TRY_COST 3.0  /* where it was not far slower */
 
-/* What the rest of the prompt takes a node, alone; negative: not known, or too much. */
-static double self_ns(const rtr_place_ask_t *ask, const rtr_decode_view_t *v, uint32_t most,
-                      rtr_work_t *work_out)
+rtr_work_t rtr_self_work(const rtr_place_ask_t *ask, const rtr_decode_view_t *view)
 {
-    const uint32_t own = (uint32_t)TD_MIN((uint64_t)v->match_blocks * ask->granule_tokens, most);
+    const uint64_t match = (uint64_t)view->match_blocks * ask->granule_tokens;
+
+    return rtr_work_of(ask->prompt_tokens, (uint32_t)TD_MIN(match, cacheable_tokens(ask)), 0);
+}
+
+/* What the rest of the prompt takes a node, alone; negative: not known, or too much. */
+static double self_ns(const rtr_place_ask_t *ask, const rtr_decode_view_t *v,
+                      const rtr_work_t *work)
+{
     const rtr_estimate_t *known = known_of(v->self, ask->typical_self);
 
-    if (ask->prompt_tokens - own > ask->self_tokens_max) {
+    if (work->tokens > ask->self_tokens_max) {
         return -1;
     }
-    *work_out = rtr_work_of(ask->prompt_tokens, own, 0);
     if (known == &unknown) {
         known = known_of(NULL, ask->typical); /* until it is tried: as fast as prefill nodes */
     }
-    return known == &unknown ? -1 : rtr_work_ns(known, work_out);
+    return known == &unknown ? -1 : rtr_work_ns(known, work);
 }
 
 rtr_self_choice_t rtr_place_self(const rtr_place_ask_t *ask, const rtr_decode_view_t *views,
                                  uint32_t count, const rtr_prefill_choice_t *prefill,
                                  const rtr_decode_choice_t *decode)
 {
-    const common_t common = common_of(ask);
     rtr_self_choice_t best = {.node = RTR_PLACE_NONE};
     const double slack = ask->draw % SELF_TRY_EVERY == 0 ? SELF_TRY_COST : SELF_GAIN;
     double best_cost = prefill->ttft_ns * slack;
@@ -523,14 +532,15 @@ rtr_self_choice_t rtr_place_self(const rtr_place_ask_t *ask, const rtr_decode_vi
     }
     for (uint32_t i = 0; i < count; i++) {
         const rtr_decode_view_t *v = &views[i];
-        rtr_work_t work;
+        rtr_work_t work = {0};
         double alone = 0;
         double cost = 0;
         if (!v->allowed || !decode_fits(ask, v) ||
             (decode->tbt_ns >= 0 && decode_tbt(ask, v) > SELF_TBT_SLACK * decode->tbt_ns)) {
             continue;
         }
-        alone = self_ns(ask, v, common.most, &work);
+        work = rtr_self_work(ask, v);
+        alone = self_ns(ask, v, &work);
         cost = alone * (1 + (double)v->running); /* who generates there waits as long */
         if (alone >= 0 && cost <= best_cost) {
             best = (rtr_self_choice_t){.node = i, .work = work, .ttft_ns = alone};

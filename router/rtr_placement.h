@@ -147,6 +147,8 @@ typedef struct rtr_self_choice {
     double ttft_ns; /* predicted */
 } rtr_self_choice_t;
 
+/** What a decode node has to compute of the prompt: what it doesn't hold, the last token always. */
+rtr_work_t rtr_self_work(const rtr_place_ask_t *ask, const rtr_decode_view_t *view);
 /** Conditional disaggregation (design, section 4): is a short rest computed faster where the answer
  * is generated, the delay of those that generate there included? prefill, decode: what was chosen
  * else. Cost: O(count). */

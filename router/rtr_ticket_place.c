@@ -225,7 +225,7 @@ rtr_self_choice_t rtr_ticket_choose_self(rtr_tickets_t *ts, const rtr_ticket_t *
 
     if (view != RTR_PLACE_NONE && ts->decodes[view].allowed) {
         return (rtr_self_choice_t){
-            .node = named, .work = rtr_work_of(ask->prompt_tokens, 0, 0), .ttft_ns = -1};
+            .node = named, .work = rtr_self_work(ask, &ts->decodes[view]), .ttft_ns = -1};
     }
     if (rtr_ticket_pinned(t, TD_ROLE_PREFILL)[0] != '\0' || rtr_ticket_holds_for_echo(t) ||
         prefill->node == RTR_PLACE_NONE || decode->node == RTR_PLACE_NONE) {

@@ -445,6 +445,19 @@ static void test_place_self_wants_a_short_rest(void **state)
     assert_int_equal(place_self(fx), RTR_PLACE_NONE);
 }
 
+/* Also where the node was named, and what it takes is not compared. */
+static void test_self_work_is_what_is_not_there(void **state)
+{
+    self_fixture_t *fx = fresh_self();
+    (void)state;
+
+    assert_int_equal(rtr_self_work(&fx->ask, &fx->views[1]).tokens, 164);
+    fx->views[1].match_blocks = 6;
+    assert_int_equal(rtr_self_work(&fx->ask, &fx->views[1]).tokens, 68);
+    fx->views[1].match_blocks = UINT32_MAX;
+    assert_int_equal(rtr_self_work(&fx->ask, &fx->views[1]).tokens, 4);
+}
+
 static void test_place_self_counts_who_would_wait_for_it(void **state)
 {
     self_fixture_t *fx = fresh_self();
@@ -541,6 +554,7 @@ int main(void)
         cmocka_unit_test(test_place_decode_takes_the_least_predicted_time_between_tokens),
         cmocka_unit_test(test_decode_policies_that_look_at_nothing),
         cmocka_unit_test(test_place_self_wants_a_short_rest),
+        cmocka_unit_test(test_self_work_is_what_is_not_there),
         cmocka_unit_test(test_place_self_counts_who_would_wait_for_it),
         cmocka_unit_test(test_place_self_goes_by_what_is_known),
         cmocka_unit_test(test_place_self_needs_room_and_a_node_that_is_not_crowded),
