@@ -159,15 +159,11 @@ td_status_t rtr_attempt_send(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_ty
     return td_bus_send(ts->config.bus, rtr_registry_node(ts->config.registry, to->slot)->id, &msg);
 }
 
-static bool pinned_is_missing(const rtr_tickets_t *ts, td_role_t role, const char *pinned)
+static bool pinned_is_missing(const rtr_tickets_t *ts, const rtr_ticket_t *t, td_role_t role)
 {
-    for (uint32_t i = 0; pinned[0] != '\0' && i < rtr_registry_slots(ts->config.registry); i++) {
-        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
-        if (node->live && node->role == role && strcmp(node->id, pinned) == 0) {
-            return false;
-        }
-    }
-    return pinned[0] != '\0';
+    const char *pinned = rtr_ticket_pinned(t, role);
+
+    return pinned[0] != '\0' && rtr_ticket_find_named(ts, pinned, role) == RTR_PLACE_NONE;
 }
 
 /* True when the request was refused: a role has no live node, or not the one asked for. One that
@@ -186,8 +182,8 @@ bool rtr_attempt_refused(rtr_tickets_t *ts, const rtr_ticket_t *t)
         return true;
     }
     if ((rtr_ticket_named_self(ts, t) == RTR_PLACE_NONE &&
-         pinned_is_missing(ts, TD_ROLE_PREFILL, rtr_ticket_pinned(t, TD_ROLE_PREFILL))) ||
-        pinned_is_missing(ts, TD_ROLE_DECODE, rtr_ticket_pinned(t, TD_ROLE_DECODE))) {
+         pinned_is_missing(ts, t, TD_ROLE_PREFILL)) ||
+        pinned_is_missing(ts, t, TD_ROLE_DECODE)) {
         rtr_end_failed(ts, t->req, RTR_OUTCOME_BAD_REQUEST, 400, "no_such_node",
                        "tandem: a node that was named is not live, or has another role.");
         return true;
@@ -328,6 +324,26 @@ static void attempt_undo(rtr_tickets_t *ts, rtr_ticket_t *t)
     }
 }
 
+static void note_failover(rtr_tickets_t *ts, const rtr_ticket_t *t, uint32_t slot, const char *what)
+{
+    const char *node =
+        slot == RTR_PLACE_NONE ? "" : rtr_registry_node(ts->config.registry, slot)->id;
+
+    td_metric_add(ts->config.metrics->failovers, 1);
+    rtr_events_add(ts->config.events, RTR_EVENT_FAILOVER, node, t->req->request_id, what);
+}
+
+/* The next attempt, with every node open to it again. slot: where this one was given up, or
+ * RTR_PLACE_NONE. */
+static void attempt_renew(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot, const char *what)
+{
+    attempt_undo(ts, t);
+    if (rtr_ticket_has_begun(t)) {
+        note_failover(ts, t, slot, what);
+    }
+    memset(&t->tried, 0, sizeof(t->tried));
+}
+
 static bool is_request_fault(td_status_t status)
 {
     return status == TD_ERR_INVALID || status == TD_ERR_TOO_LARGE || status == TD_ERR_UNSUPPORTED;
@@ -359,29 +375,13 @@ void rtr_attempt_credit(rtr_tickets_t *ts, const rtr_leg_t *leg)
     }
 }
 
-static void note_failover(rtr_tickets_t *ts, const rtr_ticket_t *t, uint32_t slot, const char *what)
-{
-    const char *node =
-        slot == RTR_PLACE_NONE ? "" : rtr_registry_node(ts->config.registry, slot)->id;
-
-    td_metric_add(ts->config.metrics->failovers, 1);
-    rtr_events_add(ts->config.events, RTR_EVENT_FAILOVER, node, t->req->request_id, what);
-}
-
 /* Can another node than this one, which has just failed, do its part? None of its role is live, if
  * it was the only one and has died: then the ticket waits for one to come, as any other. */
 static bool has_other(const rtr_tickets_t *ts, const rtr_ticket_t *t, uint32_t culprit)
 {
     const rtr_node_t *failed = rtr_registry_node(ts->config.registry, culprit);
-    const uint64_t now = td_now_ns();
 
-    for (uint32_t i = 0; failed->live && i < rtr_registry_slots(ts->config.registry); i++) {
-        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
-        if (rtr_ticket_may_use(t, node, i, failed->role, false, now)) {
-            return true;
-        }
-    }
-    return !failed->live;
+    return !failed->live || rtr_ticket_any(ts, t, failed->role, false, td_now_ns());
 }
 
 /* By chance up to half as long again, so that those that failed together do not come back so. */
@@ -422,11 +422,7 @@ void rtr_attempt_failed(rtr_tickets_t *ts, rtr_ticket_t *t, td_status_t status, 
     t->failures++;
     t->retries++;
     td_metric_add(ts->config.metrics->retries, 1);
-    attempt_undo(ts, t);
-    if (rtr_ticket_has_begun(t)) {
-        note_failover(ts, t, culprit, what);
-    }
-    memset(&t->tried, 0, sizeof(t->tried));
+    attempt_renew(ts, t, culprit, what);
     if (culprit != RTR_PLACE_NONE && !has_other(ts, t, culprit)) {
         rest(t);
         return;
@@ -439,11 +435,7 @@ void rtr_attempt_voided(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t slot)
     static const char what[] = "its lease was over";
 
     rtr_attempt_note_end(ts, t, what);
-    attempt_undo(ts, t);
-    if (rtr_ticket_has_begun(t)) {
-        note_failover(ts, t, slot, what);
-    }
-    memset(&t->tried, 0, sizeof(t->tried));
+    attempt_renew(ts, t, slot, what);
     rtr_attempt_begin(ts, t);
 }
 

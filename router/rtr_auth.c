@@ -1,17 +1,17 @@
 #include "router/rtr_auth.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <sodium.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <strings.h>
 #include <sys/stat.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_config.h"
 #include "common/base/td_log.h"
+#include "common/base/td_names.h"
 #include "common/base/td_private.h"
 #include "common/wire/td_bus.h"
 
@@ -40,28 +40,12 @@ typedef struct line {
     rtr_tenant_terms_t terms;
 } line_t;
 
-static bool name_is_valid(const char *name)
-{
-    const size_t len = strlen(name);
-
-    for (size_t i = 0; i < len; i++) {
-        if ((name[i] < 'a' || name[i] > 'z') && (name[i] < 'A' || name[i] > 'Z') &&
-            (name[i] < '0' || name[i] > '9') && strchr("._-", name[i]) == NULL) {
-            return false;
-        }
-    }
-    return len >= 1 && len <= RTR_TENANT_NAME_CHARS_MAX && strcmp(name, "other") != 0;
-}
-
 static bool read_number(const char *text, uint32_t most, uint32_t *out)
 {
-    char *end = NULL;
-    unsigned long long value = 0;
+    const td_option_t rule = {.type = TD_OPTION_COUNT, .min = 1, .max = most};
+    uint64_t value = 0;
 
-    errno = 0;
-    value = strtoull(text, &end, 10);
-    if (text[0] < '0' || text[0] > '9' || *end != '\0' || errno != 0 || value == 0 ||
-        value > most) {
+    if (td_option_parse_u64(&rule, text, &value) != TD_OK) {
         return false;
     }
     *out = (uint32_t)value;
@@ -92,7 +76,8 @@ static const char *read_attribute(char *text, line_t *out)
     if (value != NULL && strcmp(text, "name") == 0) {
         const bool twice = out->name != NULL;
         out->name = value;
-        return !twice && name_is_valid(value)
+        return !twice && td_name_is_valid(value, RTR_TENANT_NAME_CHARS_MAX) &&
+                       strcmp(value, "other") != 0
                    ? NULL
                    : "one name= of 1 to 32 letters, digits, '.', '_' or '-', not 'other'";
     }

@@ -3,10 +3,10 @@
 #include <arpa/inet.h>
 #include <microhttpd.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_config.h"
 #include "common/base/td_log.h"
 #include "common/wire/td_statusd.h"
 
@@ -386,14 +386,13 @@ static void take_request_id(const conn_t *conn, rtr_request_t *req)
 static bool take_slo(const conn_t *conn, const char *name, uint32_t *ms)
 {
     const char *text = MHD_lookup_connection_value(conn->mhd, MHD_HEADER_KIND, name);
-    char *end = NULL;
-    unsigned long value = 0;
+    const td_option_t rule = {.type = TD_OPTION_COUNT, .max = RTR_SLO_MS_MAX};
+    uint64_t value = 0;
 
     if (text == NULL) {
         return true;
     }
-    value = strtoul(text, &end, 10);
-    if (text[0] < '0' || text[0] > '9' || *end != '\0' || value > RTR_SLO_MS_MAX) {
+    if (td_option_parse_u64(&rule, text, &value) != TD_OK) {
         return false;
     }
     *ms = (uint32_t)value;

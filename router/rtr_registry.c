@@ -14,7 +14,6 @@
 
 #define REPLACE_AFTER_MS 750u /* silent so long, a life may be replaced by one from elsewhere */
 #define REFUSALS_MAX 16u
-#define ID_CHARS "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_."
 #define REFUSAL_KEEP_MS 2000u /* the answer needs its connection until it has left */
 #define STALL_MS 500u         /* of this very loop: the others' silence is then no proof */
 #define SCAN_MS 5u            /* between two looks at all nodes */
@@ -38,7 +37,7 @@ struct rtr_registry {
     uint64_t peers_version; /* counts changes of the list */
     uint64_t
         forgotten_version; /* who has an older list gets a whole one: a slot has another node */
-    uint32_t master_slot;  /* as it is listed; RTR_PLACE_NONE: none */
+    uint32_t master_slot;  /* found anew at every change; RTR_PLACE_NONE: none */
     uint64_t told_version; /* all that are live have this list */
     uint64_t next_peers_ns;
     uint64_t next_scan_ns;
@@ -118,14 +117,24 @@ static uint32_t slot_of(const rtr_registry_t *reg, const char *id)
     return slot == TD_NAMES_NONE ? RTR_PLACE_NONE : slot;
 }
 
+uint32_t rtr_registry_find_live(const rtr_registry_t *reg, const char *id)
+{
+    const uint32_t slot = slot_of(reg, id);
+
+    return slot != RTR_PLACE_NONE && reg->nodes[slot].live ? slot : RTR_PLACE_NONE;
+}
+
 uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation)
 {
-    uint32_t slot = slot_of(reg, id);
-    if (slot == RTR_PLACE_NONE || !reg->nodes[slot].live ||
-        reg->nodes[slot].incarnation != incarnation) {
-        return RTR_PLACE_NONE;
-    }
-    return slot;
+    const uint32_t slot = rtr_registry_find_live(reg, id);
+
+    return slot != RTR_PLACE_NONE && reg->nodes[slot].incarnation == incarnation ? slot
+                                                                                 : RTR_PLACE_NONE;
+}
+
+const rtr_node_t *rtr_registry_store_master(const rtr_registry_t *reg)
+{
+    return reg->master_slot == RTR_PLACE_NONE ? NULL : &reg->nodes[reg->master_slot];
 }
 
 const td_attention_mask_t *rtr_registry_mask(const rtr_registry_t *reg)
@@ -174,15 +183,15 @@ static bool is_listed(const rtr_node_t *node)
            (node->role != TD_ROLE_KVSTORE || node->store_master || node->block_count > 0);
 }
 
-const rtr_node_t *rtr_registry_store_master(const rtr_registry_t *reg)
+static uint32_t find_master(const rtr_registry_t *reg)
 {
-    const rtr_node_t *master = NULL;
+    uint32_t master = RTR_PLACE_NONE;
 
     for (uint32_t i = 0; i < reg->slots; i++) {
         const rtr_node_t *node = &reg->nodes[i];
         if (node->live && node->store_master &&
-            (master == NULL || node->store_term > master->store_term)) {
-            master = node;
+            (master == RTR_PLACE_NONE || node->store_term > reg->nodes[master].store_term)) {
+            master = i;
         }
     }
     return master;
@@ -191,8 +200,7 @@ const rtr_node_t *rtr_registry_store_master(const rtr_registry_t *reg)
 /* A node's entry in the list is another one from now on; a new master changes that of the old. */
 static void note_change(rtr_registry_t *reg, uint32_t slot)
 {
-    const rtr_node_t *master = rtr_registry_store_master(reg);
-    const uint32_t master_slot = master == NULL ? RTR_PLACE_NONE : (uint32_t)(master - reg->nodes);
+    const uint32_t master_slot = find_master(reg);
 
     count_live(reg);
     reg->peers_version++;
@@ -406,7 +414,7 @@ static td_status_t check_register(rtr_registry_t *reg, const td_msg_t *msg, char
         strcmp(r->self.id, td_bus_id(reg->config.bus)) == 0) {
         return refuse(r, why, why_len, "the registration names another process or role");
     }
-    if (r->self.id[strspn(r->self.id, ID_CHARS)] != '\0' ||
+    if (!td_name_is_valid(r->self.id, TD_MSG_ID_CHARS_MAX) ||
         strpbrk(r->self.endpoint, "<>&\"'") != NULL) { /* they go into headers and a page */
         return refuse(r, why, why_len, "the id or endpoint has characters that are not allowed");
     }

@@ -99,6 +99,8 @@ uint32_t rtr_registry_slot(const rtr_registry_t *reg, const rtr_node_t *node);
 /** Slots of the live nodes of a role. Owner: the registry, until a node comes or goes. */
 const uint32_t *rtr_registry_of_role(const rtr_registry_t *reg, td_role_t role,
                                      uint32_t *count_out);
+/** Its slot when a life of it is live, else RTR_PLACE_NONE. O(1). */
+uint32_t rtr_registry_find_live(const rtr_registry_t *reg, const char *id);
 /** Its slot when that very life is live, else RTR_PLACE_NONE. */
 uint32_t rtr_registry_find(const rtr_registry_t *reg, const char *id, uint64_t incarnation);
 /** Of the store's live masters the one that is asked, or NULL. */

@@ -1,6 +1,3 @@
-#include <stdio.h>
-#include <string.h>
-
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"

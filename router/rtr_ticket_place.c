@@ -3,7 +3,6 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
-#include "common/base/td_log.h"
 #include "router/rtr_tickets_internal.h"
 
 #define STALE_MS 1600u /* three heartbeats missed: the node counts as saturated */
@@ -86,6 +85,21 @@ bool rtr_ticket_may_use(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t 
             now - node->seen_ns < STALE_MS * TD_NS_PER_MS);
 }
 
+bool rtr_ticket_any(const rtr_tickets_t *ts, const rtr_ticket_t *t, td_role_t role,
+                    bool also_avoided, uint64_t now)
+{
+    uint32_t count = 0;
+    const uint32_t *slots = rtr_registry_of_role(ts->config.registry, role, &count);
+
+    for (uint32_t i = 0; i < count; i++) {
+        const rtr_node_t *node = rtr_registry_node(ts->config.registry, slots[i]);
+        if (rtr_ticket_may_use(t, node, slots[i], role, also_avoided, now)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* What a node could pull: what the store says it has. While that is not known, what anybody has:
  * the nodes put it there. */
 static uint32_t match_of_store(rtr_tickets_t *ts, uint32_t best)
@@ -132,8 +146,13 @@ rtr_place_ask_t rtr_ticket_ask(const rtr_tickets_t *ts, const rtr_ticket_t *t)
     };
 }
 
-/* Views are those of the role's live nodes, in the registry's order. RTR_PLACE_NONE: it has none.
- */
+/* Views are those of the role's live nodes, in the registry's order. RTR_PLACE_NONE: none. */
+static uint32_t slot_of(const uint32_t *slots, uint32_t view)
+{
+    return view == RTR_PLACE_NONE ? RTR_PLACE_NONE : slots[view];
+}
+
+/* O(count): of a slot that was chosen, not of each. */
 static uint32_t view_of(const uint32_t *slots, uint32_t count, uint32_t slot)
 {
     for (uint32_t i = 0; i < count; i++) {
@@ -164,7 +183,7 @@ rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_tick
         };
     }
     choice = rtr_place_prefill(ask, ts->prefills, count);
-    choice.node = choice.node == RTR_PLACE_NONE ? RTR_PLACE_NONE : slots[choice.node];
+    choice.node = slot_of(slots, choice.node);
     return choice;
 }
 
@@ -190,8 +209,18 @@ rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket
         };
     }
     choice = rtr_place_decode(ask, ts->decodes, count);
-    choice.node = choice.node == RTR_PLACE_NONE ? RTR_PLACE_NONE : slots[choice.node];
+    choice.node = slot_of(slots, choice.node);
     return choice;
+}
+
+uint32_t rtr_ticket_find_named(const rtr_tickets_t *ts, const char *named, td_role_t role)
+{
+    const uint32_t slot =
+        named[0] == '\0' ? RTR_PLACE_NONE : rtr_registry_find_live(ts->config.registry, named);
+
+    return slot != RTR_PLACE_NONE && rtr_registry_node(ts->config.registry, slot)->role == role
+               ? slot
+               : RTR_PLACE_NONE;
 }
 
 uint32_t rtr_ticket_named_self(const rtr_tickets_t *ts, const rtr_ticket_t *t)
@@ -199,16 +228,10 @@ uint32_t rtr_ticket_named_self(const rtr_tickets_t *ts, const rtr_ticket_t *t)
     const char *named = rtr_ticket_pinned(t, TD_ROLE_PREFILL);
     const char *decode = rtr_ticket_pinned(t, TD_ROLE_DECODE);
 
-    if (named[0] == '\0' || rtr_ticket_holds_for_echo(t)) {
+    if (rtr_ticket_holds_for_echo(t) || (decode[0] != '\0' && strcmp(decode, named) != 0)) {
         return RTR_PLACE_NONE;
     }
-    for (uint32_t i = 0; i < rtr_registry_slots(ts->config.registry); i++) {
-        const rtr_node_t *node = rtr_registry_node(ts->config.registry, i);
-        if (node->live && node->role == TD_ROLE_DECODE && strcmp(node->id, named) == 0) {
-            return decode[0] == '\0' || strcmp(decode, named) == 0 ? i : RTR_PLACE_NONE;
-        }
-    }
-    return RTR_PLACE_NONE;
+    return rtr_ticket_find_named(ts, named, TD_ROLE_DECODE);
 }
 
 /* Where a client has named a node, that one; not where it needs what only prefill nodes give. */
@@ -220,7 +243,7 @@ rtr_self_choice_t rtr_ticket_choose_self(rtr_tickets_t *ts, const rtr_ticket_t *
     const uint32_t named = rtr_ticket_named_self(ts, t);
     uint32_t count = 0;
     const uint32_t *slots = rtr_registry_of_role(ts->config.registry, TD_ROLE_DECODE, &count);
-    const uint32_t view = view_of(slots, count, named);
+    const uint32_t view = named == RTR_PLACE_NONE ? named : view_of(slots, count, named);
     rtr_self_choice_t choice = {.node = RTR_PLACE_NONE};
 
     if (view != RTR_PLACE_NONE && ts->decodes[view].allowed) {
@@ -232,7 +255,7 @@ rtr_self_choice_t rtr_ticket_choose_self(rtr_tickets_t *ts, const rtr_ticket_t *
         return choice;
     }
     choice = rtr_place_self(ask, ts->decodes, count, prefill, decode);
-    choice.node = choice.node == RTR_PLACE_NONE ? RTR_PLACE_NONE : slots[choice.node];
+    choice.node = slot_of(slots, choice.node);
     return choice;
 }
 

@@ -84,11 +84,11 @@ rtr_ticket_t *rtr_ticket_find(const rtr_tickets_t *ts, uint64_t id)
     return t;
 }
 
-/* Tokens that it may take at most. */
-static uint64_t ticket_cost(const rtr_ticket_t *t)
+/* Tokens that one of its prompts may take at most, with all answers to it. */
+static uint64_t cost_of(const rtr_request_t *req, uint32_t prompt_idx)
 {
-    const rtr_prompt_t *p = rtr_ticket_prompt(t);
-    return p->count + (uint64_t)p->max_tokens * t->req->params.n;
+    const rtr_prompt_t *p = &req->params.prompts[prompt_idx];
+    return p->count + (uint64_t)p->max_tokens * req->params.n;
 }
 
 static rtr_ticket_t *ticket_create(rtr_tickets_t *ts, rtr_request_t *req, uint32_t prompt_idx)
@@ -113,7 +113,7 @@ static rtr_ticket_t *ticket_create(rtr_tickets_t *ts, rtr_request_t *req, uint32
     t->turn = (rtr_fair_item_t){.owner = t,
                                 .flow = req->tenant == NULL ? 0 : req->tenant->index,
                                 .priority = req->params.priority,
-                                .cost = ticket_cost(t)};
+                                .cost = cost_of(req, prompt_idx)};
     t->queue_deadline_ns = td_now_ns() + ts->config.queue_ms * TD_NS_PER_MS;
     t->chain = ts->buckets[t->id % RTR_TICKET_BUCKETS];
     ts->buckets[t->id % RTR_TICKET_BUCKETS] = t;
@@ -259,8 +259,7 @@ static bool admit(rtr_tickets_t *ts, rtr_request_t *req)
         return true;
     }
     for (uint32_t i = 0; i < req->params.prompt_count; i++) {
-        tokens += req->params.prompts[i].count +
-                  (uint64_t)req->params.prompts[i].max_tokens * req->params.n;
+        tokens += cost_of(req, i);
     }
     rtr_tenant_admit(req->tenant, tokens, td_now_ns(), &req->grant, &view);
     rtr_request_set_limits(req, &view);
@@ -394,18 +393,13 @@ static void ticket_tick(rtr_tickets_t *ts, rtr_ticket_t *t, uint32_t arg)
         rtr_attempt_begin(ts, t);
     } else if (t->state == RTR_TICKET_RESERVING && now >= t->reserve_deadline_ns) {
         uint32_t slot = t->decode.slot;
-        uint32_t left = 0;
         TD_LOG_WARN("no answer to reserve", "req=%s node=%s", t->req->request_id,
                     rtr_registry_node(ts->config.registry, slot)->id);
         rtr_attempt_blame(ts, slot, "no answer to reserve");
         rtr_attempt_end(ts, t, true);
         rtr_slot_add(&t->tried, slot);
         t->retries++;
-        for (uint32_t i = 0; i < rtr_registry_slots(ts->config.registry); i++) {
-            left += rtr_ticket_may_use(t, rtr_registry_node(ts->config.registry, i), i,
-                                       TD_ROLE_DECODE, true, now);
-        }
-        if (left == 0 && !rtr_ticket_has_begun(t)) {
+        if (!rtr_ticket_has_begun(t) && !rtr_ticket_any(ts, t, TD_ROLE_DECODE, true, now)) {
             rtr_end_failed(ts, t->req, RTR_OUTCOME_UPSTREAM_ERROR, 503, "no_answer",
                            "No decode node answers.");
         } else {

@@ -174,6 +174,9 @@ void rtr_queue_serve(rtr_tickets_t *ts, rtr_ticket_t *t);
 void rtr_ticket_hash(rtr_tickets_t *ts, rtr_ticket_t *t);
 bool rtr_ticket_may_use(const rtr_ticket_t *t, const rtr_node_t *node, uint32_t slot,
                         td_role_t role, bool also_avoided, uint64_t now);
+/** Is there a node of that role which it may use? */
+bool rtr_ticket_any(const rtr_tickets_t *ts, const rtr_ticket_t *t, td_role_t role,
+                    bool also_avoided, uint64_t now);
 /** The node that its client named, for its first try; "": none. */
 const char *rtr_ticket_pinned(const rtr_ticket_t *t, td_role_t role);
 /** What nodes and store hold of the prompt: ts->match, ts->match_pool. */
@@ -184,6 +187,8 @@ rtr_prefill_choice_t rtr_ticket_choose_prefill(rtr_tickets_t *ts, const rtr_tick
                                                const rtr_place_ask_t *ask, bool also_avoided);
 rtr_decode_choice_t rtr_ticket_choose_decode(rtr_tickets_t *ts, const rtr_ticket_t *t,
                                              const rtr_place_ask_t *ask, bool also_avoided);
+/** The slot of the live node of that name and role; RTR_PLACE_NONE: there is none, or no name. */
+uint32_t rtr_ticket_find_named(const rtr_tickets_t *ts, const char *named, td_role_t role);
 /** The decode node that its client has named for the prompt; RTR_PLACE_NONE: none, or it is not
  * live. */
 uint32_t rtr_ticket_named_self(const rtr_tickets_t *ts, const rtr_ticket_t *t);

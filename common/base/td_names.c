@@ -86,3 +86,11 @@ uint32_t td_names_find(const td_names_t *names, const char *name)
     const td_names_entry_t *entry = &names->entries[entry_of(names, name, hash_of(name))];
     return entry->name == NULL ? TD_NAMES_NONE : entry->number;
 }
+
+bool td_name_is_valid(const char *name, size_t chars_max)
+{
+    static const char chars[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
+    const size_t len = strlen(name);
+
+    return len > 0 && len <= chars_max && strspn(name, chars) == len;
+}

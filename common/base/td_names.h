@@ -3,6 +3,8 @@
  * Threads: the table's. */
 #pragma once
 
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "common/base/td_status.h"
@@ -32,3 +34,7 @@ void td_names_set(td_names_t *names, const char *name, uint32_t number);
 void td_names_remove(td_names_t *names, const char *name);
 /** TD_NAMES_NONE: it isn't there. Cost: O(1), the name's length. */
 uint32_t td_names_find(const td_names_t *names, const char *name);
+
+/** Is it a name as processes, clusters and elections have: 1 to chars_max letters, digits, '-', '_'
+ * or '.'? So it may stand in a header, a page, a metric or a key as it is. */
+bool td_name_is_valid(const char *name, size_t chars_max);

@@ -7,15 +7,12 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
+#include "common/base/td_names.h"
 #include "common/coord/td_coord_internal.h"
-
-#define NAME_CHARS "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_."
 
 static td_status_t check_name(const char *what, const char *name)
 {
-    const size_t len = name == NULL ? 0 : strlen(name);
-
-    if (len == 0 || len > TD_COORD_NAME_CHARS_MAX || strspn(name, NAME_CHARS) != len) {
+    if (name == NULL || !td_name_is_valid(name, TD_COORD_NAME_CHARS_MAX)) {
         TD_LOG_ERROR("bad name", "what=%s expected=\"1 to %u letters, digits, '-', '_' or '.'\"",
                      what, TD_COORD_NAME_CHARS_MAX);
         return TD_ERR_INVALID;

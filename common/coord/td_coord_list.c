@@ -6,9 +6,9 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
+#include "common/base/td_names.h"
 
 #define TIMEOUT_MS 1500u
-#define NAME_CHARS "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_."
 
 struct td_coord_list {
     td_etcd_t *etcd; /* owned */
@@ -57,13 +57,9 @@ static bool read_entry(const td_coord_list_t *list, const td_etcd_entry_t *from,
 {
     const size_t prefix = strlen(list->prefix);
     const char *name = from->key + prefix;
-    size_t len = 0;
 
-    if (strncmp(from->key, list->prefix, prefix) != 0) {
-        return false;
-    }
-    len = strlen(name);
-    if (len == 0 || len > TD_COORD_NAME_CHARS_MAX || strspn(name, NAME_CHARS) != len) {
+    if (strncmp(from->key, list->prefix, prefix) != 0 ||
+        !td_name_is_valid(name, TD_COORD_NAME_CHARS_MAX)) {
         return false;
     }
     (void)snprintf(out->name, sizeof(out->name), "%s", name);

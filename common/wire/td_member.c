@@ -87,14 +87,23 @@ td_status_t td_member_routers_parse(const char *text, td_member_router_t *out, u
     return TD_ERR_INVALID;
 }
 
+/* TD_ROUTERS_MAX: it is no router. */
+static uint32_t link_at(const td_member_t *m, const char *id)
+{
+    uint32_t at = 0;
+
+    while (at < TD_ROUTERS_MAX &&
+           (m->links[at].router.id[0] == '\0' || strcmp(m->links[at].router.id, id) != 0)) {
+        at++;
+    }
+    return at;
+}
+
 static link_t *link_find(td_member_t *m, const char *id)
 {
-    for (uint32_t i = 0; i < TD_ROUTERS_MAX; i++) {
-        if (m->links[i].router.id[0] != '\0' && strcmp(m->links[i].router.id, id) == 0) {
-            return &m->links[i];
-        }
-    }
-    return NULL;
+    const uint32_t at = link_at(m, id);
+
+    return at < TD_ROUTERS_MAX ? &m->links[at] : NULL;
 }
 
 static uint32_t bit_of(const td_member_t *m, const link_t *link)
@@ -152,12 +161,7 @@ void td_member_set_routers(td_member_t *m, const td_member_router_t *routers, ui
 
 bool td_member_is_router(const td_member_t *m, const char *id)
 {
-    for (uint32_t i = 0; i < TD_ROUTERS_MAX; i++) {
-        if (m->links[i].router.id[0] != '\0' && strcmp(m->links[i].router.id, id) == 0) {
-            return true;
-        }
-    }
-    return false;
+    return link_at(m, id) < TD_ROUTERS_MAX;
 }
 
 const char *td_member_router_at(const td_member_t *m, uint32_t at)
@@ -261,12 +265,9 @@ td_status_t td_member_update(td_member_t *m, const td_msg_register_t *self)
 
 static td_member_peer_t *peer_find(td_member_t *m, const char *id)
 {
-    for (uint32_t i = 0; i < m->peer_count; i++) {
-        if (strcmp(m->peers[i].id, id) == 0) {
-            return &m->peers[i];
-        }
-    }
-    return NULL;
+    const td_member_peer_t *peer = td_member_find(m, id);
+
+    return peer == NULL ? NULL : &m->peers[peer - m->peers];
 }
 
 static void peer_drop(td_member_t *m, uint32_t at)

@@ -12,36 +12,28 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
+#include "common/base/td_names.h"
 
-static td_status_t open_signals(td_proc_t *proc)
+int td_proc_open_signals(void)
 {
     sigset_t set;
     (void)sigemptyset(&set);
     (void)sigaddset(&set, SIGTERM);
     (void)sigaddset(&set, SIGINT);
-    /* Before any thread starts, so that none takes the signal away from the loop. */
     if (sigprocmask(SIG_BLOCK, &set, NULL) != 0) {
-        return TD_ERR_IO;
+        return -1;
     }
     (void)signal(SIGPIPE, SIG_IGN);
-    proc->signal_fd = signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC);
-    return proc->signal_fd >= 0 ? TD_OK : TD_ERR_IO;
+    return signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC);
 }
 
-static void raise_file_limit(void)
+void td_proc_raise_file_limit(void)
 {
     struct rlimit limit;
     if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
         limit.rlim_cur = limit.rlim_max;
         (void)setrlimit(RLIMIT_NOFILE, &limit);
     }
-}
-
-static bool id_is_valid(const char *id)
-{
-    size_t len = strlen(id);
-    return len > 0 && len <= TD_MSG_ID_CHARS_MAX &&
-           strspn(id, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.") == len;
 }
 
 td_config_next_t td_proc_init(td_proc_t *proc, const char *program, const char *role,
@@ -65,7 +57,7 @@ td_config_next_t td_proc_init(td_proc_t *proc, const char *program, const char *
         (void)snprintf(proc->id, sizeof(proc->id), "%s-%06x", role,
                        (unsigned)(td_random_u64() & 0xffffff));
     }
-    if (id != NULL && !id_is_valid(id)) {
+    if (id != NULL && !td_name_is_valid(id, TD_MSG_ID_CHARS_MAX)) {
         (void)fprintf(stderr, "%s: id: '%s' is not 1 to %u letters, digits, '-', '_' or '.'\n",
                       program, id, TD_MSG_ID_CHARS_MAX);
         return TD_CONFIG_EXIT_USAGE;
@@ -81,10 +73,14 @@ td_config_next_t td_proc_init(td_proc_t *proc, const char *program, const char *
     }
     if (td_cluster_secret_load(td_config_text(proc->config, "cluster-secret-file"), proc->secret) !=
             TD_OK ||
-        td_metrics_create(&proc->metrics) != TD_OK || open_signals(proc) != TD_OK) {
+        td_metrics_create(&proc->metrics) != TD_OK) {
         return TD_CONFIG_EXIT_USAGE;
     }
-    raise_file_limit();
+    proc->signal_fd = td_proc_open_signals();
+    if (proc->signal_fd < 0) {
+        return TD_CONFIG_EXIT_USAGE;
+    }
+    td_proc_raise_file_limit();
     proc->incarnation = td_random_u64() | 1; /* 0 means "not known" on the wire */
     return TD_CONFIG_RUN;
 }

@@ -47,3 +47,11 @@ TD_MUST_CHECK td_status_t td_proc_open(td_proc_t *proc, bool with_statusd);
 /** Writes --ready-file, if asked for. */
 void td_proc_announce(const td_proc_t *proc, const char *http_address);
 void td_proc_fini(td_proc_t *proc);
+
+/* What td_proc_init() does too, for programs that are no member of a cluster. */
+
+/** Readable on SIGTERM or SIGINT, which then end nothing; SIGPIPE is ignored. Call before the first
+ * thread, so that none takes them away. -1: it cannot be. */
+int td_proc_open_signals(void);
+/** As many descriptors as the system allows us. */
+void td_proc_raise_file_limit(void);

@@ -3,11 +3,9 @@
  * For what the router alone can do: each node registers, sends heartbeats, and answers RESERVE,
  * START and CANCEL as a real one does, at once or after given times, with tokens of the model's
  * vocabulary. */
-#include <signal.h>
 #include <sodium.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
@@ -15,6 +13,7 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/kv/td_block_key.h"
+#include "common/wire/td_proc.h"
 #include "tests/bench/bench.h"
 #include "tests/bench/bench_mock_nodes.h"
 #include "tests/bench/bench_options.h"
@@ -121,30 +120,6 @@ static int parse_options(int argc, char **argv, mock_options_t *o)
                                  BENCH_MOCK_NODES_MAX);
     }
     return rc;
-}
-
-/* Before the first thread, so that none takes them away. -1: cannot be. */
-static int open_signals(void)
-{
-    sigset_t set;
-
-    (void)sigemptyset(&set);
-    (void)sigaddset(&set, SIGTERM);
-    (void)sigaddset(&set, SIGINT);
-    (void)signal(SIGPIPE, SIG_IGN);
-    return sigprocmask(SIG_BLOCK, &set, NULL) == 0 ? signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC)
-                                                   : -1;
-}
-
-/* Some five descriptors a node. */
-static void raise_file_limit(void)
-{
-    struct rlimit limit;
-
-    if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
-        limit.rlim_cur = limit.rlim_max;
-        (void)setrlimit(RLIMIT_NOFILE, &limit);
-    }
 }
 
 static void show_progress(const bench_mock_counts_t *now, const bench_mock_counts_t *before,
@@ -278,8 +253,8 @@ int bench_mock(int argc, char **argv)
         return rc < 0 ? BENCH_EXIT_OK : rc;
     }
     td_log_init("tandem-bench", TD_LOG_LEVEL_WARN);
-    raise_file_limit();
-    signal_fd = open_signals();
+    td_proc_raise_file_limit(); /* some five descriptors a node */
+    signal_fd = td_proc_open_signals();
     if (signal_fd < 0 || sodium_init() < 0 || td_gguf_open(o.model, &gguf) != TD_OK) {
         return bench_usage_error("cannot read the model file \"%s\"", o.model);
     }

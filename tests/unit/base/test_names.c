@@ -62,8 +62,22 @@ static void test_names_are_what_a_list_says(void **state)
     td_names_fini(&table);
 }
 
+static void test_a_valid_name_is_short_and_plain(void **state)
+{
+    (void)state;
+
+    assert_true(td_name_is_valid("a", 4));
+    assert_true(td_name_is_valid("-_.9", 4));
+    assert_false(td_name_is_valid("", 4));
+    assert_false(td_name_is_valid("abcde", 4));
+    assert_false(td_name_is_valid("a b", 4));
+    assert_false(td_name_is_valid("a/b", 4));
+    assert_false(td_name_is_valid("\xc3\xa4", 4));
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_names_are_what_a_list_says)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_names_are_what_a_list_says),
+                                       cmocka_unit_test(test_a_valid_name_is_short_and_plain)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
