@@ -135,8 +135,10 @@ static void drain_messages(dcn_node_t *d)
 static td_msg_heartbeat_t load_of(dcn_node_t *d)
 {
     td_pool_counts_t c = td_pool_counts(d->node.pool);
-    td_msg_heartbeat_t load = {
-        .free_blocks = c.free + c.cached, .total_blocks = c.total, .tokens_per_s = d->tokens_per_s};
+    td_msg_heartbeat_t load = {.free_blocks = c.free + c.cached,
+                               .total_blocks = c.total,
+                               .tokens_per_s = d->tokens_per_s,
+                               .fetched_bytes = td_transfer_fetched_bytes(d->node.transfer)};
     for (const dcn_ticket_t *t = d->tickets; t != NULL; t = t->next) {
         if (t->state == DCN_FETCHING || t->state == DCN_WAITING || t->state == DCN_RETURNING) {
             load.queued_requests++;

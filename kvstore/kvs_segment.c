@@ -146,6 +146,11 @@ uint32_t kvs_segment_blocks(const kvs_segment_t *s)
     return td_pool_counts(s->pool).total;
 }
 
+uint32_t kvs_segment_free_blocks(const kvs_segment_t *s)
+{
+    return td_pool_counts(s->pool).free;
+}
+
 static void on_fetched(td_fetch_t *fetch)
 {
     store_order_t *o = fetch->ctx;

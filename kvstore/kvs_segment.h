@@ -28,6 +28,7 @@ TD_MUST_CHECK td_status_t kvs_segment_open_tier(kvs_segment_t *segment,
 /** The transfer must have been destroyed before. */
 void kvs_segment_destroy(kvs_segment_t *segment);
 uint32_t kvs_segment_blocks(const kvs_segment_t *segment);
+uint32_t kvs_segment_free_blocks(const kvs_segment_t *segment);
 bool kvs_segment_handle(kvs_segment_t *segment, const td_msg_t *msg);
 /** Descriptors to wait for, and what to call when one is readable. Without a tier -1. */
 int kvs_segment_fd(const kvs_segment_t *segment);

@@ -294,10 +294,22 @@ static void drain_messages(app_t *app)
     }
 }
 
-static void run(app_t *app)
+static td_msg_heartbeat_t load_of(const app_t *app)
 {
     td_msg_heartbeat_t load = {0};
+
+    if (app->segment != NULL) {
+        load.total_blocks = kvs_segment_blocks(app->segment);
+        load.free_blocks = kvs_segment_free_blocks(app->segment);
+        load.fetched_bytes = td_transfer_fetched_bytes(app->transfer);
+    }
+    return load;
+}
+
+static void run(app_t *app)
+{
     for (;;) {
+        td_msg_heartbeat_t load = {0};
         int fds[4] = {app->proc.signal_fd};
         bool readable[4] = {false};
         uint32_t count = 1;
@@ -331,6 +343,7 @@ static void run(app_t *app)
             kvs_master_tell(app->master, app->member);
         }
         td_routers_tick(app->routers, app->member);
+        load = load_of(app);
         td_member_tick(app->member, &load);
     }
 }

@@ -125,6 +125,7 @@ static td_msg_heartbeat_t load_of(const pfn_node_t *p)
     td_msg_heartbeat_t load = {.free_blocks = c.free + c.cached,
                                .total_blocks = c.total,
                                .tokens_per_s = p->tokens_per_s,
+                               .fetched_bytes = td_transfer_fetched_bytes(p->node.transfer),
                                .draining = p->node.draining};
     for (const pfn_request_t *r = p->requests; r != NULL; r = r->next) {
         if (r->state < PFN_WAIT_ACK) {

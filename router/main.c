@@ -27,6 +27,7 @@ typedef struct app {
     td_coord_t *coord; /* NULL: without etcd */
     rtr_tenants_t *tenants;
     rtr_auth_t *auth; /* NULL: no keys */
+    rtr_access_t *access;
     rtr_gone_t *gone;
     rtr_loop_t *loop;
     rtr_workers_t *workers;
@@ -61,6 +62,8 @@ static const td_option_t options[] = {
      "percent of open requests that try another drafter or bound of k, to learn", 0, 100},
     {"policy", TD_OPTION_CHOICE, "kv_aware", "how prompts are placed on nodes", 0, 0,
      RTR_POLICY_NAMES},
+    {"access-log", TD_OPTION_TEXT, NULL,
+     "file that each ended request gets a line in; - = standard output"},
     {"api-key-file", TD_OPTION_TEXT, NULL,
      "mode 0600; a line is a key, and what its tenant may use: then a key is needed"},
     {"admin", TD_OPTION_TEXT, NULL, "ZeroMQ endpoint of the admin RPC; none: there is no such"},
@@ -142,6 +145,7 @@ static td_status_t start(app_t *app)
     };
     rtr_http_config_t http = {
         .listen = td_config_text(config, "http"),
+        .router = app->proc.id,
         .connections_max = connections,
         .body_bytes_max = td_config_u64(config, "body-bytes-max"),
         .slo = &app->slo,
@@ -163,6 +167,7 @@ static td_status_t start(app_t *app)
         TD_TRY(rtr_auth_load(keys, app->proc.secret, app->tenants, &app->auth));
     }
     rtr_metrics_declare(app->proc.metrics, &app->metrics);
+    TD_TRY(rtr_access_create(td_config_text(config, "access-log"), &app->metrics, &app->access));
     TD_TRY(td_proc_open(&app->proc, false));
     TD_TRY(rtr_gone_create(connections, &app->gone));
     loop.bus = app->proc.bus;
@@ -175,6 +180,7 @@ static td_status_t start(app_t *app)
     TD_TRY(rtr_workers_create((uint32_t)td_config_u64(config, "workers"), &app->model.model,
                               app->loop, &app->workers));
     http.auth = app->auth;
+    http.access = app->access;
     http.tenants = app->tenants;
     http.gone = app->gone;
     http.loop = app->loop;
@@ -231,6 +237,7 @@ int main(int argc, char **argv)
     rtr_workers_destroy(app.workers);
     rtr_loop_destroy(app.loop);
     rtr_gone_destroy(app.gone);
+    rtr_access_destroy(app.access);
     rtr_auth_destroy(app.auth);
     rtr_tenants_destroy(app.tenants);
     td_coord_destroy(app.coord);

@@ -16,7 +16,6 @@
 #define RTR_ADMIN_EVENTS_MAX 128u     /* in a reply */
 #define RTR_ADMIN_DECISIONS_MAX 64u   /* in a reply */
 #define RTR_ADMIN_KEYS_MAX 4096u      /* blocks of an order to the store */
-#define RTR_ADMIN_FDS 2u
 
 typedef struct rtr_admin_config {
     const char *endpoint; /* ZeroMQ endpoint to bind */
@@ -44,8 +43,8 @@ typedef struct rtr_admin rtr_admin_t;
 TD_MUST_CHECK td_status_t rtr_admin_create(const rtr_admin_config_t *config, rtr_admin_t **out);
 void rtr_admin_destroy(rtr_admin_t *admin); /* NULL is allowed */
 const char *rtr_admin_endpoint(const rtr_admin_t *admin);
-/** Descriptors to wait for. */
-void rtr_admin_fds(const rtr_admin_t *admin, int out[RTR_ADMIN_FDS]);
+/** A descriptor to wait for. */
+int rtr_admin_fd(const rtr_admin_t *admin);
 /** Takes what clients sent, a bounded part of it, and tells subscribers what is new. True: there
  * may be more, so the next step shall come at once. */
 bool rtr_admin_step(rtr_admin_t *admin);

@@ -11,20 +11,18 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
+#include "common/wire/td_zap.h"
 
 #define Z85_CHARS 40u
 #define KEY_BYTES 32u
-#define ADMITTED_PER_STEP 16u
 #define HWM 256
 #define HANDSHAKE_MS 2000
 #define PATH_MAX_CHARS 1024u
 #define DOMAIN "tandem-admin"
-#define ZAP_FRAMES 7u /* version, request, domain, address, identity, mechanism, key */
-#define ZAP_FRAME_BYTES 256u
 
 struct rtr_admin_socket {
     void *context; /* owned */
-    void *zap;     /* owned */
+    td_zap_t *zap; /* owned */
     void *router;  /* owned */
     char endpoint[256];
     uint8_t allowed[RTR_ADMIN_CLIENTS_MAX][KEY_BYTES];
@@ -205,14 +203,16 @@ static td_status_t open_sockets(rtr_admin_socket_t *s, const char *endpoint, con
     size_t len = sizeof(s->endpoint);
 
     s->context = zmq_ctx_new();
-    s->zap = s->context == NULL ? NULL : zmq_socket(s->context, ZMQ_REP);
     s->router = s->context == NULL ? NULL : zmq_socket(s->context, ZMQ_ROUTER);
-    if (s->zap == NULL || s->router == NULL) {
+    if (s->router == NULL) {
         return TD_ERR_NO_MEMORY;
     }
     /* Whom to let in is asked from the first handshake on. */
-    if (set_int(s->zap, ZMQ_LINGER, 0) != 0 || zmq_bind(s->zap, "inproc://zeromq.zap.01") != 0 ||
-        set_options(s->router, secret) != 0) {
+    TD_TRY(td_zap_create(s->context, DOMAIN, &s->zap));
+    for (uint32_t i = 0; i < s->allowed_count; i++) {
+        TD_TRY(td_zap_allow(s->zap, s->allowed[i]));
+    }
+    if (set_options(s->router, secret) != 0) {
         TD_LOG_ERROR("admin socket not set up", "err=\"%s\"", zmq_strerror(zmq_errno()));
         return TD_ERR_IO;
     }
@@ -274,9 +274,7 @@ void rtr_admin_socket_close(rtr_admin_socket_t *s)
     if (s->router != NULL) {
         (void)zmq_close(s->router);
     }
-    if (s->zap != NULL) {
-        (void)zmq_close(s->zap);
-    }
+    td_zap_destroy(s->zap);
     if (s->context != NULL) {
         (void)zmq_ctx_term(s->context);
     }
@@ -288,97 +286,13 @@ const char *rtr_admin_socket_endpoint(const rtr_admin_socket_t *s)
     return s->endpoint;
 }
 
-void rtr_admin_socket_fds(const rtr_admin_socket_t *s, int out[2])
+int rtr_admin_socket_fd(const rtr_admin_socket_t *s)
 {
-    size_t len = sizeof(out[0]);
+    int fd = -1;
+    size_t len = sizeof(fd);
 
-    out[0] = -1;
-    out[1] = -1;
-    (void)zmq_getsockopt(s->router, ZMQ_FD, &out[0], &len);
-    (void)zmq_getsockopt(s->zap, ZMQ_FD, &out[1], &len);
-}
-
-/* --- who may come in -------------------------------------------------------------------------- */
-
-typedef struct frame {
-    uint8_t bytes[ZAP_FRAME_BYTES];
-    size_t len;
-} frame_t;
-
-static bool is_text(const frame_t *frame, const char *text)
-{
-    return frame->len == strlen(text) && memcmp(frame->bytes, text, frame->len) == 0;
-}
-
-/* All the parts of a message; those behind the last expected are dropped. Answers how many there
- * were. */
-static uint32_t recv_frames(void *socket, frame_t frames[ZAP_FRAMES])
-{
-    uint32_t count = 0;
-    int more = 1;
-
-    while (more != 0) {
-        frame_t dropped;
-        frame_t *f = count < ZAP_FRAMES ? &frames[count] : &dropped;
-        size_t len = sizeof(more);
-        const int got = zmq_recv(socket, f->bytes, sizeof(f->bytes), ZMQ_DONTWAIT);
-        if (got < 0) {
-            return 0;
-        }
-        f->len = TD_MIN((size_t)got, sizeof(f->bytes));
-        count++;
-        if (zmq_getsockopt(socket, ZMQ_RCVMORE, &more, &len) != 0) {
-            return 0;
-        }
-    }
-    return count;
-}
-
-static bool is_allowed(const rtr_admin_socket_t *s, const frame_t frames[ZAP_FRAMES],
-                       uint32_t count)
-{
-    bool found = false;
-
-    if (count != ZAP_FRAMES || !is_text(&frames[2], DOMAIN) || !is_text(&frames[5], "CURVE") ||
-        frames[6].len != KEY_BYTES) {
-        return false;
-    }
-    for (uint32_t i = 0; i < s->allowed_count;
-         i++) { /* all of them: how long it takes says nothing */
-        found |= sodium_memcmp(frames[6].bytes, s->allowed[i], KEY_BYTES) == 0;
-    }
-    return found;
-}
-
-void rtr_admin_socket_admit(rtr_admin_socket_t *s)
-{
-    static frame_t frames[ZAP_FRAMES]; /* the loop's */
-    uint32_t count = 0;
-
-    for (uint32_t i = 0; i < ADMITTED_PER_STEP; i++) {
-        bool allowed = false;
-        int bad = 0;
-        count = recv_frames(s->zap, frames);
-        if (count == 0) {
-            return;
-        }
-        allowed = is_allowed(s, frames, count);
-        if (!allowed) {
-            TD_LOG_WARN("admin client refused", "from=%.*s expected=\"a key in allow\"",
-                        count > 3 ? (int)TD_MIN(frames[3].len, 64u) : 0, (char *)frames[3].bytes);
-        }
-        bad = zmq_send(s->zap, "1.0", 3, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0 ||
-              zmq_send(s->zap, frames[1].bytes, count > 1 ? frames[1].len : 0,
-                       ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0 ||
-              zmq_send(s->zap, allowed ? "200" : "400", 3, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0 ||
-              zmq_send(s->zap, "", 0, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0 ||
-              zmq_send(s->zap, "admin", 5, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0 ||
-              zmq_send(s->zap, "", 0, ZMQ_DONTWAIT) < 0;
-        if (bad) {
-            TD_LOG_WARN("admin client not answered", "err=\"%s\"", zmq_strerror(zmq_errno()));
-            return;
-        }
-    }
+    (void)zmq_getsockopt(s->router, ZMQ_FD, &fd, &len);
+    return fd;
 }
 
 /* --- requests and replies --------------------------------------------------------------------- */

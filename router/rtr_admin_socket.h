@@ -3,7 +3,7 @@
  * file mode 0600: router.key (its secret; made with the others when it is missing), router.pub,
  * admin.key (a first client's secret), allow (clients' public keys, one a line, read at the start),
  * all in Z85 (ZeroMQ RFC 32); and endpoint, where the socket is bound. Source: ZeroMQ RFC 26
- * (CURVE), RFC 27 (ZAP). Threads: loop. */
+ * (CURVE). Threads: loop. */
 #pragma once
 
 #include <stdbool.h>
@@ -32,10 +32,8 @@ TD_MUST_CHECK td_status_t rtr_admin_socket_open(const char *endpoint, const char
 void rtr_admin_socket_close(rtr_admin_socket_t *socket); /* NULL is allowed */
 /** Where it is bound. */
 const char *rtr_admin_socket_endpoint(const rtr_admin_socket_t *socket);
-/** Descriptors that become readable when there may be something; look until there is nothing. */
-void rtr_admin_socket_fds(const rtr_admin_socket_t *socket, int out[2]);
-/** Lets clients in that are on the list. A bounded number of them at a time. */
-void rtr_admin_socket_admit(rtr_admin_socket_t *socket);
+/** A descriptor that becomes readable when there may be something; look until there is nothing. */
+int rtr_admin_socket_fd(const rtr_admin_socket_t *socket);
 /** The next request's bytes replace those of body. Errors: TD_ERR_NOT_FOUND (none),
  * TD_ERR_PROTOCOL (not one part; it was dropped), TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t rtr_admin_socket_recv(rtr_admin_socket_t *socket, rtr_admin_name_t *from,

@@ -77,9 +77,9 @@ const char *rtr_admin_endpoint(const rtr_admin_t *a)
     return rtr_admin_socket_endpoint(a->socket);
 }
 
-void rtr_admin_fds(const rtr_admin_t *a, int out[RTR_ADMIN_FDS])
+int rtr_admin_fd(const rtr_admin_t *a)
 {
-    rtr_admin_socket_fds(a->socket, out);
+    return rtr_admin_socket_fd(a->socket);
 }
 
 /* --- replies ---------------------------------------------------------------------------------- */
@@ -977,10 +977,8 @@ static bool take_requests(rtr_admin_t *a, uint64_t began_ns)
 bool rtr_admin_step(rtr_admin_t *a)
 {
     const uint64_t now = td_now_ns();
-    bool more = false;
+    const bool more = take_requests(a, now);
 
-    rtr_admin_socket_admit(a->socket);
-    more = take_requests(a, now);
     for (uint32_t i = 0; i < RTR_ADMIN_ASKS_MAX; i++) {
         ask_t *ask = &a->asks[i];
         if (ask->request != 0 && now >= ask->deadline_ns) {

@@ -75,6 +75,7 @@ static void observe_token(rtr_tickets_t *ts, rtr_ticket_t *t, rtr_choice_t *choi
     const bool is_first = choice->attempt != t->attempt; /* of this attempt */
     uint64_t now = td_now_ns();
 
+    td_metric_add(ts->config.metrics->completion_tokens, count);
     if (is_first && t->self && t->decode.held && t->decoding == 0) {
         learn_self(ts, t, (double)(now - t->start_ns));
     }
@@ -87,8 +88,8 @@ static void observe_token(rtr_tickets_t *ts, rtr_ticket_t *t, rtr_choice_t *choi
         choice->received / TBT_EVERY_TOKENS != before / TBT_EVERY_TOKENS) {
         learn_tbt(ts, t, (double)(now - choice->last_ns) / count);
     }
-    if (!req->first_token_seen) {
-        req->first_token_seen = true;
+    if (req->first_token_ns == 0) {
+        req->first_token_ns = now;
         td_metric_observe_ns(ts->config.metrics->ttft, now - req->arrived_ns);
     }
     for (uint32_t i = 0; choice->last_ns != 0 && i < count; i++) { /* of one step, one message */
@@ -147,8 +148,6 @@ void rtr_ticket_succeeded(rtr_tickets_t *ts, rtr_ticket_t *t)
     rtr_request_t *req = t->req;
     td_msg_usage_t *u = &req->usage;
 
-    u->prompt_tokens += rtr_ticket_prompt(t)->count;
-    u->completion_tokens += rtr_ticket_received(t);
     rtr_attempt_credit(ts, &t->prefill);
     rtr_attempt_credit(ts, &t->decode);
     rtr_attempt_note_end(ts, t, "ok");

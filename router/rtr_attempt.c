@@ -223,7 +223,7 @@ static bool refuse_by_slo(rtr_tickets_t *ts, const rtr_ticket_t *t,
     rtr_admission_t verdict = RTR_ADMIT;
     char text[160];
 
-    if (t->retries > 0 || t->req->first_token_seen) {
+    if (t->retries > 0 || t->req->first_token_ns != 0) {
         return false;
     }
     verdict = rtr_admit(&ask, &retry_after_s);

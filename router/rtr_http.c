@@ -6,9 +6,12 @@
 #include <string.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_config.h"
 #include "common/base/td_log.h"
 #include "common/wire/td_statusd.h"
+#include "router/rtr_page.h"
+#include "router/rtr_status.h"
 
 #define IDLE_TIMEOUT_S 60u
 #define CONNECTION_BYTES 32768u
@@ -19,8 +22,9 @@
 struct rtr_http {
     rtr_http_config_t config;
     struct MHD_Daemon *daemon; /* owned */
-    atomic_bool draining;      /* relaxed: a request sooner or later is refused */
-    atomic_bool stopping;      /* seq_cst, with the watch table's lock: see suspend_locked() */
+    uint64_t begun_ns;
+    atomic_bool draining; /* relaxed: a request sooner or later is refused */
+    atomic_bool stopping; /* seq_cst, with the watch table's lock: see suspend_locked() */
     char address[64];
 };
 
@@ -48,6 +52,8 @@ typedef struct conn {
     rtr_request_t *req;
     bool watched;
     uint32_t watch_slot;
+    uint64_t begun_ns;
+    int status; /* answered; 0: nothing yet */
 } conn_t;
 
 /* --- answers ---------------------------------------------------------------------------------- */
@@ -107,7 +113,7 @@ static void add_request_headers(struct MHD_Response *response, const rtr_request
 }
 
 /* Takes text over. retry_after_s: 0 = says nothing of it. */
-static enum MHD_Result answer(const conn_t *conn, int status, const char *type, td_str_t *text,
+static enum MHD_Result answer(conn_t *conn, int status, const char *type, td_str_t *text,
                               uint32_t retry_after_s, const char *allow)
 {
     static char empty[1];
@@ -138,12 +144,13 @@ static enum MHD_Result answer(const conn_t *conn, int status, const char *type, 
     if (conn->req != NULL) {
         add_request_headers(response, conn->req);
     }
+    conn->status = status;
     result = MHD_queue_response(conn->mhd, (unsigned)status, response);
     MHD_destroy_response(response);
     return result;
 }
 
-static enum MHD_Result answer_error(const conn_t *conn, const rtr_error_t *error, const char *allow)
+static enum MHD_Result answer_error(conn_t *conn, const rtr_error_t *error, const char *allow)
 {
     td_str_t text = {0};
     if (rtr_reply_error(error, &text) != TD_OK) {
@@ -152,7 +159,7 @@ static enum MHD_Result answer_error(const conn_t *conn, const rtr_error_t *error
     return answer(conn, error->http, "application/json", &text, 0, allow);
 }
 
-static enum MHD_Result answer_json(const conn_t *conn, td_status_t status, td_str_t *text)
+static enum MHD_Result answer_json(conn_t *conn, td_status_t status, td_str_t *text)
 {
     if (status != TD_OK) {
         td_str_fini(text);
@@ -190,20 +197,32 @@ static enum MHD_Result get_health(conn_t *conn)
     return answer_json(conn, td_str_append_text(&text, "{\"status\":\"ok\"}\n"), &text);
 }
 
+static const char *state_of(const rtr_http_t *http)
+{
+    const rtr_registry_t *reg = rtr_loop_registry(http->config.loop);
+
+    if (atomic_load_explicit(&http->draining, memory_order_relaxed)) {
+        return "draining";
+    }
+    return rtr_registry_live(reg, TD_ROLE_PREFILL) > 0 && rtr_registry_live(reg, TD_ROLE_DECODE) > 0
+               ? "ready"
+               : "waiting";
+}
+
 static enum MHD_Result get_ready(conn_t *conn)
 {
-    rtr_registry_t *reg = rtr_loop_registry(conn->http->config.loop);
-    bool prefill = rtr_registry_live(reg, TD_ROLE_PREFILL) > 0;
-    bool decode = rtr_registry_live(reg, TD_ROLE_DECODE) > 0;
-    bool draining = atomic_load_explicit(&conn->http->draining, memory_order_relaxed);
+    const rtr_registry_t *reg = rtr_loop_registry(conn->http->config.loop);
+    const bool prefill = rtr_registry_live(reg, TD_ROLE_PREFILL) > 0;
+    const bool decode = rtr_registry_live(reg, TD_ROLE_DECODE) > 0;
+    const char *state = state_of(conn->http);
     td_str_t text = {0};
 
-    if (prefill && decode && !draining) {
+    if (strcmp(state, "ready") == 0) {
         return answer_json(conn, td_str_append_text(&text, "{\"status\":\"ready\"}\n"), &text);
     }
-    if (td_str_printf(&text, "{\"status\":\"%s\",\"missing\":[%s%s%s]}\n",
-                      draining ? "draining" : "waiting", prefill ? "" : "\"prefill\"",
-                      prefill || decode ? "" : ",", decode ? "" : "\"decode\"") != TD_OK) {
+    if (td_str_printf(&text, "{\"status\":\"%s\",\"missing\":[%s%s%s]}\n", state,
+                      prefill ? "" : "\"prefill\"", prefill || decode ? "" : ",",
+                      decode ? "" : "\"decode\"") != TD_OK) {
         return MHD_NO;
     }
     return answer(conn, 503, "application/json", &text, 1, "");
@@ -228,38 +247,40 @@ static enum MHD_Result get_drafters(conn_t *conn)
                        &text);
 }
 
-static td_status_t write_page(const rtr_http_t *http, td_str_t *out)
+static enum MHD_Result get_status(conn_t *conn)
 {
-    rtr_registry_t *reg = rtr_loop_registry(http->config.loop);
-    const rtr_metrics_t *m = http->config.metrics;
+    const rtr_http_config_t *config = &conn->http->config;
+    const rtr_status_t status = {.model = config->model,
+                                 .metrics = config->metrics,
+                                 .registry = rtr_loop_registry(config->loop),
+                                 .access = config->access,
+                                 .router = config->router,
+                                 .tenant = config->auth == NULL ? NULL : conn->tenant,
+                                 .state = state_of(conn->http),
+                                 .uptime_ms = (td_now_ns() - conn->http->begun_ns) / TD_NS_PER_MS};
+    td_str_t text = {0};
 
-    TD_TRY(td_str_printf(
-        out,
-        "<!doctype html><html><head><meta charset=\"utf-8\"><title>Tandem</title><style>"
-        "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"
-        "tr:nth-child(even){background:#f2f2f2}</style></head><body><h1>Tandem</h1>"
-        "<p>version %s, %u prefill, %u decode, %u kvstore live; %llu requests running, %llu "
-        "prompts "
-        "queued. <a href=\"/metrics\">metrics</a>, <a href=\"/speculation\">what drafts were "
-        "worth</a>"
-        "</p><table><tr><th>node</th><th>role</th>"
-        "<th>state</th><th>incarnation</th><th>endpoint</th><th>seen, ms ago</th>"
-        "<th>blocks free</th><th>prefills</th><th>sequences</th><th>tokens ahead</th></tr>\n",
-        TD_VERSION, rtr_registry_live(reg, TD_ROLE_PREFILL), rtr_registry_live(reg, TD_ROLE_DECODE),
-        rtr_registry_live(reg, TD_ROLE_KVSTORE), (unsigned long long)td_metric_get(m->running),
-        (unsigned long long)td_metric_get(m->queued)));
-    TD_TRY(rtr_registry_page(reg, out));
-    return td_str_append_text(out, "</table></body></html>\n");
+    return answer_json(conn, rtr_status_json(&status, &text), &text);
 }
 
 static enum MHD_Result get_page(conn_t *conn)
 {
-    td_str_t text = {0};
-    if (write_page(conn->http, &text) != TD_OK) {
-        td_str_fini(&text);
+    struct MHD_Response *response = MHD_create_response_from_buffer(
+        rtr_page_bytes(), (void *)(uintptr_t)rtr_page_html, MHD_RESPMEM_PERSISTENT);
+    enum MHD_Result result = MHD_NO;
+
+    if (response == NULL) {
         return MHD_NO;
     }
-    return answer(conn, 200, "text/html; charset=utf-8", &text, 0, "");
+    add_header(response, "Content-Type", "text/html; charset=utf-8");
+    add_header(response, "Content-Security-Policy", rtr_page_policy());
+    add_header(response, "X-Content-Type-Options", "nosniff");
+    add_header(response, "Referrer-Policy", "no-referrer");
+    add_header(response, "Cache-Control", "no-cache");
+    conn->status = 200;
+    result = MHD_queue_response(conn->mhd, 200, response);
+    MHD_destroy_response(response);
+    return result;
 }
 
 static const route_t routes[] = {
@@ -270,6 +291,7 @@ static const route_t routes[] = {
     {"GET", "/v1/models", false, true, RTR_KIND_CHAT, get_models},
     {"GET", MODELS_PATH, true, true, RTR_KIND_CHAT, get_model},
     {"GET", "/speculation", false, true, RTR_KIND_CHAT, get_drafters},
+    {"GET", "/status", false, true, RTR_KIND_CHAT, get_status},
     {"GET", "/health", false, false, RTR_KIND_CHAT, get_health},
     {"GET", "/ready", false, false, RTR_KIND_CHAT, get_ready},
     {"GET", "/metrics", false, false, RTR_KIND_CHAT, get_metrics},
@@ -417,6 +439,20 @@ static bool watch_slot_of(const conn_t *conn, uint32_t *slot_out)
     return true;
 }
 
+/* Who asks for what, as far as HTTP says it. */
+static void describe(const conn_t *conn, rtr_access_entry_t *out)
+{
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(conn->mhd, MHD_CONNECTION_INFO_CLIENT_ADDRESS);
+
+    if (info != NULL && info->client_addr->sa_family == AF_INET) {
+        const struct sockaddr_in *in = (const void *)info->client_addr;
+        (void)inet_ntop(AF_INET, &in->sin_addr, out->client, sizeof(out->client));
+    }
+    (void)snprintf(out->method, sizeof(out->method), "%s", conn->method);
+    (void)snprintf(out->path, sizeof(out->path), "%s", conn->url);
+}
+
 static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
 {
     rtr_metrics_t *metrics = is_generation(route->kind) ? conn->http->config.metrics : NULL;
@@ -428,6 +464,8 @@ static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
     }
     conn->req = req;
     req->tenant = is_generation(route->kind) ? conn->tenant : NULL;
+    req->access = conn->http->config.access;
+    describe(conn, &req->entry);
     take_request_id(conn, req);
     req->body = conn->body;
     conn->body = (td_str_t){0};
@@ -551,7 +589,8 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
         if (conn == NULL) {
             return MHD_NO;
         }
-        *conn = (conn_t){.http = cls, .mhd = connection, .url = url, .method = method};
+        *conn = (conn_t){
+            .http = cls, .mhd = connection, .url = url, .method = method, .begun_ns = td_now_ns()};
         *state = conn;
         return MHD_YES; /* an answer in the first call would close the connection */
     }
@@ -561,6 +600,17 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
         return take_body(conn, upload, len);
     }
     return conn->req == NULL ? dispatch(conn) : answer_or_suspend(conn);
+}
+
+/* Of what was no request for the workers: those tell it themselves, when all is known. */
+static void tell_access(const conn_t *conn)
+{
+    rtr_access_entry_t entry = {.http_status =
+                                    conn->status == 0 ? RTR_STATUS_CLIENT_GONE : conn->status,
+                                .took_us = (td_now_ns() - conn->begun_ns) / 1000};
+
+    describe(conn, &entry);
+    rtr_access_add(conn->http->config.access, &entry);
 }
 
 static void on_completed(void *cls, struct MHD_Connection *connection, void **state,
@@ -587,6 +637,8 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **st
             rtr_loop_wake_gone(http->config.loop);
         }
         rtr_request_unref(conn->req);
+    } else {
+        tell_access(conn);
     }
     td_str_fini(&conn->body);
     td_free(conn);
@@ -627,6 +679,7 @@ td_status_t rtr_http_create(const rtr_http_config_t *config, rtr_http_t **out)
         return TD_ERR_NO_MEMORY;
     }
     http->config = *config;
+    http->begun_ns = td_now_ns();
     atomic_init(&http->draining, false);
     atomic_init(&http->stopping, false);
     http->daemon = MHD_start_daemon(

@@ -3,17 +3,20 @@
  * Threads: create, drain, stop, destroy: init; the rest runs on the server's own thread. */
 #pragma once
 
+#include "router/rtr_access.h"
 #include "router/rtr_auth.h"
 #include "router/rtr_loop.h"
 #include "router/rtr_worker.h"
 
 typedef struct rtr_http_config {
     const char *listen; /* host:port */
+    const char *router; /* this process's id */
     uint32_t connections_max;
     uint64_t body_bytes_max;
     const rtr_slo_live_t *slo; /* of requests that say nothing of it */
     const rtr_model_t *model;
     const rtr_auth_t *auth; /* NULL: open to all */
+    rtr_access_t *access;
     rtr_tenants_t *tenants; /* without keys all requests are the first one's */
     td_metrics_t *registry;
     rtr_metrics_t *metrics;

@@ -222,8 +222,8 @@ static void drain_messages(rtr_loop_t *loop)
 
 bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
 {
-    int fds[3 + RTR_ADMIN_FDS] = {td_ring_fd(loop->inbox), rtr_gone_fd(loop->config.gone)};
-    bool readable[3 + RTR_ADMIN_FDS] = {false};
+    int fds[4] = {td_ring_fd(loop->inbox), rtr_gone_fd(loop->config.gone)};
+    bool readable[4] = {false};
     uint32_t count = 2;
     bool gone = false;
 
@@ -231,8 +231,7 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
         fds[count++] = signal_fd;
     }
     if (loop->admin != NULL) {
-        rtr_admin_fds(loop->admin, fds + count);
-        count += RTR_ADMIN_FDS;
+        fds[count++] = rtr_admin_fd(loop->admin);
     }
 
     if (rtr_tickets_running(loop->tickets) > 0) {

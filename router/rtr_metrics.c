@@ -93,6 +93,8 @@ static const struct {
     {AT(tbt_error), td_metrics_gauge, ERRORS, "of=\"token\"", ERRORS_HELP},
     {AT(bus_refused), td_metrics_gauge, "tandem_router_bus_refused", NULL,
      "Messages refused since start: stale, foreign or malformed."},
+    {AT(access_dropped), td_metrics_counter, "tandem_router_access_log_dropped_total", NULL,
+     "Lines that the access log had no time, or no disk, for."},
 };
 _Static_assert(TD_ARRAY_LEN(table) == offsetof(rtr_metrics_t, drafts) / sizeof(td_metric_t *),
                "every field has a row");

@@ -41,7 +41,7 @@ struct rtr_registry {
     uint64_t told_version; /* all that are live have this list */
     uint64_t next_peers_ns;
     uint64_t next_scan_ns;
-    uint64_t next_page_ns;
+    uint64_t next_views_ns;
     uint64_t last_tick_ns;
     char numerics[64];        /* of the live prefill and decode nodes */
     td_attention_mask_t mask; /* as it says */
@@ -51,9 +51,9 @@ struct rtr_registry {
     td_msg_peers_t list;
     td_msg_peer_t list_peers[RTR_SLOTS_MAX];
     const char *list_gone[RTR_SLOTS_MAX];
-    pthread_mutex_t page_mu; /* guards page; a leaf */
-    td_str_t page;
-    td_str_t page_scratch;
+    pthread_mutex_t views_mu; /* guards views; a leaf */
+    rtr_node_view_t *views;   /* owned; what other threads see */
+    uint32_t view_count;
 };
 
 td_status_t rtr_registry_create(const rtr_registry_config_t *config, rtr_registry_t **out)
@@ -68,7 +68,7 @@ td_status_t rtr_registry_create(const rtr_registry_config_t *config, rtr_registr
     }
     reg->config = *config;
     reg->master_slot = RTR_PLACE_NONE;
-    (void)pthread_mutex_init(&reg->page_mu, NULL);
+    (void)pthread_mutex_init(&reg->views_mu, NULL);
     *out = reg;
     return TD_OK;
 }
@@ -83,9 +83,8 @@ void rtr_registry_destroy(rtr_registry_t *reg)
         td_str_fini(&reg->nodes[i].ucx_rkey);
     }
     td_names_fini(&reg->names);
-    td_str_fini(&reg->page);
-    td_str_fini(&reg->page_scratch);
-    (void)pthread_mutex_destroy(&reg->page_mu);
+    td_free(reg->views);
+    (void)pthread_mutex_destroy(&reg->views_mu);
     td_free(reg);
 }
 
@@ -415,7 +414,7 @@ static td_status_t check_register(rtr_registry_t *reg, const td_msg_t *msg, char
         return refuse(r, why, why_len, "the registration names another process or role");
     }
     if (!td_name_is_valid(r->self.id, TD_MSG_ID_CHARS_MAX) ||
-        strpbrk(r->self.endpoint, "<>&\"'") != NULL) { /* they go into headers and a page */
+        strpbrk(r->self.endpoint, "<>&\"'") != NULL) { /* they go into headers */
         return refuse(r, why, why_len, "the id or endpoint has characters that are not allowed");
     }
     if (node != NULL && !node->live && node->incarnation == r->self.incarnation) {
@@ -689,25 +688,28 @@ static void send_lease(rtr_registry_t *reg, rtr_node_t *node, uint64_t now)
     }
 }
 
-static td_status_t page_rows(rtr_registry_t *reg, uint64_t now, td_str_t *out)
+static rtr_node_view_t view_of(const rtr_node_t *n, bool is_master, uint64_t now)
 {
-    td_str_clear(out);
-    for (uint32_t i = 0; i < reg->slots; i++) {
-        const rtr_node_t *n = &reg->nodes[i];
-        TD_TRY(td_str_printf(
-            out,
-            "<tr><td>%s</td><td>%s</td><td>%s</td><td>%016" PRIx64 "</td><td>%s</td>"
-            "<td>%" PRIu64 "</td><td>%u / %u</td><td>%" PRIu64 "</td><td>%u</td><td>%" PRIu64
-            "</td></tr>\n",
-            n->id, td_role_name(n->role),
-            !n->live             ? "dead"
-            : rtr_node_drains(n) ? "draining"
-                                 : "live",
-            n->incarnation, n->endpoint, (uint64_t)((now - n->seen_ns) / TD_NS_PER_MS),
-            n->beat.free_blocks, n->beat.total_blocks, n->backlog.work.prompts, n->sequences,
-            n->backlog.work.tokens));
-    }
-    return TD_OK;
+    rtr_node_view_t view = {.role = n->role,
+                            .state = !n->live             ? "dead"
+                                     : rtr_node_drains(n) ? "draining"
+                                                          : "live",
+                            .incarnation = n->incarnation,
+                            .silent_ms = (now - n->seen_ns) / TD_NS_PER_MS,
+                            .free_blocks = n->beat.free_blocks,
+                            .total_blocks = n->beat.total_blocks,
+                            .prefills = n->backlog.work.prompts,
+                            .sequences = n->sequences,
+                            .ahead_tokens = n->backlog.work.tokens,
+                            .promised_blocks = n->promised_blocks,
+                            .tokens_per_s = n->beat.tokens_per_s,
+                            .fetched_bytes = n->beat.fetched_bytes,
+                            .shunned = rtr_breaker_is_open(&n->breaker, now),
+                            .store_master = is_master};
+
+    memcpy(view.id, n->id, sizeof(view.id));
+    memcpy(view.endpoint, n->endpoint, sizeof(view.endpoint));
+    return view;
 }
 
 /* How far off predictions are: the mean over nodes that something was predicted for. */
@@ -727,29 +729,39 @@ static uint64_t error_percent(const rtr_registry_t *reg, td_role_t role)
     return known > 0 ? (uint64_t)(100 * sum / known) : 0;
 }
 
-static void publish_page(rtr_registry_t *reg, uint64_t now)
+static void publish_views(rtr_registry_t *reg, uint64_t now)
 {
-    td_str_t old = {0};
+    const rtr_node_t *master = rtr_registry_store_master(reg);
+    rtr_node_view_t *views = td_calloc(TD_MAX(reg->slots, 1), sizeof(*views));
+    rtr_node_view_t *old = NULL;
 
-    if (page_rows(reg, now, &reg->page_scratch) != TD_OK) {
-        return;
+    if (views == NULL) {
+        return; /* what was published stays a little longer */
     }
-    (void)pthread_mutex_lock(&reg->page_mu);
-    old = reg->page;
-    reg->page = reg->page_scratch;
-    (void)pthread_mutex_unlock(&reg->page_mu);
-    reg->page_scratch = old;
+    for (uint32_t i = 0; i < reg->slots; i++) {
+        views[i] = view_of(&reg->nodes[i], &reg->nodes[i] == master, now);
+    }
+    (void)pthread_mutex_lock(&reg->views_mu);
+    old = reg->views;
+    reg->views = views;
+    reg->view_count = reg->slots;
+    (void)pthread_mutex_unlock(&reg->views_mu);
+    td_free(old);
 }
 
-td_status_t rtr_registry_page(rtr_registry_t *reg, td_str_t *out)
+td_status_t rtr_registry_views(rtr_registry_t *reg, rtr_node_view_t **out, uint32_t *count_out)
 {
-    td_status_t status = TD_OK;
-    (void)pthread_mutex_lock(&reg->page_mu);
-    if (reg->page.len > 0) {
-        status = td_str_append(out, reg->page.bytes, reg->page.len);
+    rtr_node_view_t *copy = NULL;
+
+    (void)pthread_mutex_lock(&reg->views_mu);
+    copy = td_calloc(TD_MAX(reg->view_count, 1), sizeof(*copy));
+    *count_out = reg->view_count;
+    if (copy != NULL && reg->view_count > 0) {
+        memcpy(copy, reg->views, reg->view_count * sizeof(*copy));
     }
-    (void)pthread_mutex_unlock(&reg->page_mu);
-    return status;
+    (void)pthread_mutex_unlock(&reg->views_mu);
+    *out = copy;
+    return copy == NULL ? TD_ERR_NO_MEMORY : TD_OK;
 }
 
 /* slept_ns: what this loop itself was away. */
@@ -791,9 +803,9 @@ bool rtr_registry_tick(rtr_registry_t *reg)
         scan_nodes(reg, now, slept ? gap : 0);
         drop_refusals(reg, now);
     }
-    if (now >= reg->next_page_ns) {
-        reg->next_page_ns = now + TD_HEARTBEAT_MS * TD_NS_PER_MS;
-        publish_page(reg, now);
+    if (now >= reg->next_views_ns) {
+        reg->next_views_ns = now + TD_HEARTBEAT_MS * TD_NS_PER_MS;
+        publish_views(reg, now);
         td_metric_set(reg->config.metrics->prefill_error, error_percent(reg, TD_ROLE_PREFILL));
         td_metric_set(reg->config.metrics->tbt_error, error_percent(reg, TD_ROLE_DECODE));
         td_metric_set(reg->config.metrics->bus_refused, td_bus_refused(reg->config.bus));

@@ -2,7 +2,7 @@
  * A node is live from its accepted Register until it is silent for TD_PEER_DEAD_MS or a new life of
  * it registers. Dead stays dead: a heartbeat of a dead life is answered with a refusal, upon which
  * the process takes a new incarnation.
- * Threads: loop; rtr_registry_page() and the live counts: any. */
+ * Threads: loop; rtr_registry_views() and the live counts: any. */
 #pragma once
 
 #include <stdatomic.h>
@@ -62,6 +62,26 @@ static inline bool rtr_node_drains(const rtr_node_t *node)
     return node->drained || node->beat.draining;
 }
 
+/** Of a node what the status page shows. */
+typedef struct rtr_node_view {
+    char id[TD_MSG_ID_CHARS_MAX + 1];
+    td_role_t role;
+    const char *state; /* "live", "draining", "dead" */
+    uint64_t incarnation;
+    char endpoint[256];
+    uint64_t silent_ms;
+    uint32_t free_blocks;
+    uint32_t total_blocks;
+    uint64_t prefills;
+    uint32_t sequences;
+    uint64_t ahead_tokens;
+    uint64_t promised_blocks;
+    uint64_t tokens_per_s;
+    uint64_t fetched_bytes;
+    bool shunned;
+    bool store_master;
+} rtr_node_view_t;
+
 typedef struct rtr_registry_config {
     td_bus_t *bus;
     rtr_metrics_t *metrics;
@@ -110,5 +130,7 @@ const char *rtr_registry_numerics(const rtr_registry_t *reg);
 /** What a token of the live prefill and decode nodes sees. */
 const td_attention_mask_t *rtr_registry_mask(const rtr_registry_t *reg);
 uint32_t rtr_registry_live(const rtr_registry_t *reg, td_role_t role); /* any thread */
-/** Appends table rows of the status page. */
-TD_MUST_CHECK td_status_t rtr_registry_page(rtr_registry_t *reg, td_str_t *out);
+/** All known nodes as they were at most TD_HEARTBEAT_MS ago. Owner: the caller, td_free(*out).
+ * Errors: TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t rtr_registry_views(rtr_registry_t *reg, rtr_node_view_t **out,
+                                             uint32_t *count_out);

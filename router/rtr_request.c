@@ -102,11 +102,35 @@ rtr_request_t *rtr_request_ref(rtr_request_t *req)
     return req;
 }
 
+/* By the last who holds it, so all that is to be known of it is known. */
+static void tell_access(rtr_request_t *req)
+{
+    rtr_access_entry_t *e = &req->entry;
+    const int outcome = atomic_load_explicit(&req->outcome, memory_order_relaxed);
+
+    e->outcome = outcome < 0 ? RTR_OUTCOME_CLIENT_GONE : (rtr_outcome_t)outcome;
+    e->is_generation = req->metrics != NULL;
+    e->is_stream = req->is_stream;
+    e->http_status = e->outcome == RTR_OUTCOME_CLIENT_GONE && !req->is_stream
+                         ? RTR_STATUS_CLIENT_GONE
+                         : req->http_status;
+    e->took_us = ((req->ended_ns == 0 ? td_now_ns() : req->ended_ns) - req->arrived_ns) / 1000;
+    e->ttft_us = req->first_token_ns == 0 ? 0 : (req->first_token_ns - req->arrived_ns) / 1000;
+    e->tenant = req->tenant;
+    e->usage = req->usage;
+    (void)snprintf(e->request, sizeof(e->request), "%s", req->request_id);
+    (void)snprintf(e->prefill, sizeof(e->prefill), "%s", req->prefill_id);
+    (void)snprintf(e->decode, sizeof(e->decode), "%s", req->decode_id);
+    (void)snprintf(e->draft, sizeof(e->draft), "%s", req->draft);
+    rtr_access_add(req->access, e);
+}
+
 void rtr_request_unref(rtr_request_t *req)
 {
     if (req == NULL || atomic_fetch_sub_explicit(&req->refs, 1, memory_order_acq_rel) != 1) {
         return;
     }
+    tell_access(req);
     for (uint32_t i = 0; req->choices != NULL && i < req->choice_count; i++) {
         choice_fini(&req->choices[i]);
     }
@@ -220,13 +244,14 @@ static bool end_once(rtr_request_t *req, rtr_outcome_t outcome)
                                                  memory_order_relaxed, memory_order_relaxed)) {
         return false;
     }
+    req->ended_ns = td_now_ns();
     if (req->metrics != NULL) {
         td_metric_add(req->metrics->requests[outcome], 1);
         rtr_tenant_count_end(req->tenant, outcome);
-        td_metric_observe_ns(req->metrics->request_time, td_now_ns() - req->arrived_ns);
+        td_metric_observe_ns(req->metrics->request_time, req->ended_ns - req->arrived_ns);
         TD_LOG_DEBUG("request ended", "req=%s outcome=%s ms=%llu", req->request_id,
                      rtr_outcome_name(outcome),
-                     (unsigned long long)((td_now_ns() - req->arrived_ns) / TD_NS_PER_MS));
+                     (unsigned long long)((req->ended_ns - req->arrived_ns) / TD_NS_PER_MS));
     }
     return true;
 }

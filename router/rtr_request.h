@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 #include <sys/queue.h>
 
+#include "router/rtr_access.h"
 #include "router/rtr_api.h"
 #include "router/rtr_metrics.h"
 #include "router/rtr_placement.h"
@@ -56,11 +57,14 @@ typedef struct rtr_request {
     uint64_t created_s;
     uint64_t arrived_ns;
     uint64_t deadline_ns;
-    rtr_metrics_t *metrics; /* borrowed; NULL: not counted (TOKENIZE, DETOKENIZE) */
-    td_str_t body;          /* connection's, then the worker's */
-    rtr_params_t params;    /* worker's, then the loop's */
-    rtr_slo_t slo;          /* connection's, then the loop's */
-    rtr_tenant_t *tenant;   /* borrowed, whose key it came with; NULL: nobody counts it */
+    uint64_t ended_ns;        /* who ended it; 0: not ended */
+    rtr_metrics_t *metrics;   /* borrowed; NULL: not counted (TOKENIZE, DETOKENIZE) */
+    td_str_t body;            /* connection's, then the worker's */
+    rtr_params_t params;      /* worker's, then the loop's */
+    rtr_slo_t slo;            /* connection's, then the loop's */
+    rtr_tenant_t *tenant;     /* borrowed, whose key it came with; NULL: nobody counts it */
+    rtr_access_t *access;     /* borrowed; told at the very end; NULL: nobody */
+    rtr_access_entry_t entry; /* connection's: who asked for what */
 
     pthread_mutex_t mu; /* guards what follows, up to the next group */
     td_str_t out;
@@ -86,9 +90,9 @@ typedef struct rtr_request {
     rtr_choice_t *choices; /* owned [prompt_count * n] */
     rtr_choice_t *echoes;  /* owned [prompt_count]: the prompt with its log-probabilities */
     uint32_t choice_count;
-    bool first_token_seen;
-    rtr_grant_t grant;      /* what it has taken of its tenant's limits */
-    uint64_t placed_tokens; /* of prompts that were placed */
+    uint64_t first_token_ns; /* 0: there was none yet */
+    rtr_grant_t grant;       /* what it has taken of its tenant's limits */
+    uint64_t placed_tokens;  /* of prompts that were placed */
     td_msg_usage_t usage;
 } rtr_request_t;
 

@@ -133,7 +133,6 @@ void rtr_end_complete(rtr_tickets_t *ts, rtr_request_t *req)
         return;
     }
     td_metric_add(m->prompt_tokens, req->usage.prompt_tokens);
-    td_metric_add(m->completion_tokens, req->usage.completion_tokens);
     td_metric_add(m->cached_tokens,
                   req->usage.cached_local_tokens + req->usage.cached_store_tokens);
     rtr_request_complete(req, &text);

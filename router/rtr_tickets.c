@@ -127,6 +127,8 @@ void rtr_ticket_destroy(rtr_tickets_t *ts, rtr_ticket_t *t, bool cancel)
 {
     rtr_ticket_t **link = &ts->buckets[t->id % RTR_TICKET_BUCKETS];
 
+    t->req->usage.prompt_tokens += rtr_ticket_prompt(t)->count;
+    t->req->usage.completion_tokens += rtr_ticket_received(t);
     rtr_attempt_end(ts, t, cancel);
     rtr_queue_leave(ts, t);
     while (*link != t) {

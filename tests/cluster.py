@@ -303,6 +303,15 @@ class Cluster:
         wait_until(lambda: os.path.exists(ready) and os.path.getsize(ready) > 0, self.timeout_s,
                    f"{process_id} is ready again")
 
+    def nodes(self, router="router"):
+        """What a router knows of the cluster's nodes, by id (at most half a second old)."""
+        answer = self.request("GET", "/status", to=router, check=True)
+        return {node["id"]: node for node in answer.json["nodes"]}
+
+    def live(self, router="router"):
+        """How many nodes that router knows to be live."""
+        return [node["state"] for node in self.nodes(router).values()].count("live")
+
     def alive(self, process_id):
         """False also for a zombie."""
         try:

@@ -1130,3 +1130,8 @@ static void *transfer_main(void *arg)
     end_everything(t);
     return NULL;
 }
+
+uint64_t td_transfer_fetched_bytes(const td_transfer_t *t)
+{
+    return t->bytes_shm == NULL ? 0 : td_metric_get(t->bytes_shm) + td_metric_get(t->bytes_tcp);
+}

@@ -114,3 +114,5 @@ struct td_fetch {
 TD_MUST_CHECK td_status_t td_transfer_fetch(td_transfer_t *transfer, td_fetch_t *fetch);
 /** Asks for an early end (TD_ERR_CANCELLED); harmless when it has ended already. */
 void td_transfer_cancel(td_transfer_t *transfer, uint64_t fetch_id);
+/** KV bytes that were fetched well since create; 0 without metrics. */
+uint64_t td_transfer_fetched_bytes(const td_transfer_t *transfer);

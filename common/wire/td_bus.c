@@ -10,12 +10,14 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/base/td_names.h"
+#include "common/wire/td_zap.h"
 
 #define HEARTBEAT_MS 500
 #define HEARTBEAT_TIMEOUT_MS 2000
 #define RECONNECT_MS 20
 #define RECONNECT_MS_MAX 500
 #define OUTBOX_POLL_MS 5u
+#define ZAP_DOMAIN "tandem"
 #define REFUSED_PER_RECV                                                                           \
     64u /* then the caller's loop goes on: a flood of garbage must not hold it */
 
@@ -40,6 +42,7 @@ typedef struct bus_peer {
 
 struct td_bus_io {
     void *context; /* owned */
+    td_zap_t *zap; /* owned; NULL until a bus has CURVE */
 };
 
 struct td_bus {
@@ -99,6 +102,7 @@ static int set_curve(const td_bus_t *bus, void *socket, bool server)
     int bad = 0;
     if (server) {
         bad |= set_int(socket, ZMQ_CURVE_SERVER, 1);
+        bad |= zmq_setsockopt(socket, ZMQ_ZAP_DOMAIN, ZAP_DOMAIN, sizeof(ZAP_DOMAIN) - 1);
     } else {
         bad |= zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, bus->public_key, 32);
         bad |= zmq_setsockopt(socket, ZMQ_CURVE_PUBLICKEY, bus->public_key, 32);
@@ -132,9 +136,23 @@ td_status_t td_bus_io_create(uint32_t threads, uint32_t sockets_max, td_bus_io_t
 void td_bus_io_destroy(td_bus_io_t *io)
 {
     if (io != NULL) {
+        td_zap_destroy(io->zap);
         (void)zmq_ctx_term(io->context);
         td_free(io);
     }
+}
+
+/* Who knows the router's public key could make a connection; only who has the cluster's secret has
+ * the private one, too. */
+static td_status_t allow_own_key(td_bus_t *bus)
+{
+    if (!bus->curve) {
+        return TD_OK;
+    }
+    if (bus->io->zap == NULL) {
+        TD_TRY(td_zap_create(bus->io->context, ZAP_DOMAIN, &bus->io->zap));
+    }
+    return td_zap_allow(bus->io->zap, bus->public_key);
 }
 
 static td_status_t resolve_endpoint(td_bus_t *bus, const char *advertise)
@@ -191,8 +209,11 @@ td_status_t td_bus_create(const td_bus_config_t *config, td_bus_t **out)
         status = td_names_init(&bus->names, TD_BUS_PEERS_MAX);
     }
     if (status == TD_OK && bus->io == NULL) {
-        status = td_bus_io_create(1, 1 + TD_BUS_PEERS_MAX, &bus->own_io);
+        status = td_bus_io_create(1, 2 + TD_BUS_PEERS_MAX, &bus->own_io);
         bus->io = bus->own_io;
+    }
+    if (status == TD_OK) {
+        status = allow_own_key(bus);
     }
     if (status == TD_OK) {
         status = open_router(bus, config);

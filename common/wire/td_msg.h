@@ -149,6 +149,7 @@ typedef struct td_msg_heartbeat {
     uint32_t other_requests;
     uint32_t other_tokens;
     uint32_t other_blocks;
+    uint64_t fetched_bytes; /* KV, from others, in this life */
 } td_msg_heartbeat_t;
 
 typedef struct td_msg_lease {

@@ -235,6 +235,7 @@ static td_status_t encode_heartbeat(const td_msg_t *msg, PB(Envelope) * env, td_
     pb.other_requests = m->other_requests;
     pb.other_tokens = m->other_tokens;
     pb.other_blocks = m->other_blocks;
+    pb.fetched_bytes = m->fetched_bytes;
     TD_ASSERT(m->step_cost_count <= TD_MSG_DRAFTS_MAX + 1 &&
               m->pass_cost_count <= TD_MSG_DRAFTERS_MAX);
     PB_ARRAY(pb, step_costs, float, m->step_costs, m->step_cost_count);
@@ -888,6 +889,7 @@ static td_status_t read_heartbeat(const PB(Heartbeat) * pb, td_msg_heartbeat_t *
         .other_requests = pb->other_requests,
         .other_tokens = pb->other_tokens,
         .other_blocks = pb->other_blocks,
+        .fetched_bytes = pb->fetched_bytes,
         .step_cost_count = (uint32_t)pb->n_step_costs,
         .pass_cost_count = (uint32_t)pb->n_pass_costs,
     };

@@ -57,8 +57,7 @@ class Victim:
 
     def joined(self):
         """Alive to the router: a request may be placed on it."""
-        page = self.cluster.request("GET", "/").body.decode()
-        return f"<td>{self.id}</td><td>{self.role}</td><td>live</td>" in page
+        return self.cluster.nodes().get(self.id, {}).get("state") == "live"
 
     def fallen(self):
         if self.process.poll() is not None:

@@ -105,10 +105,9 @@ class Turns:
 
     def knows_all(self, router):
         try:
-            page = self.cluster.request("GET", "/", to=router).body
+            return self.cluster.live(router) == 7
         except OSError:
             return False
-        return page.count(b"<td>live</td>") == 7
 
     def fall(self, process_id, action):
         c = self.cluster

@@ -16,8 +16,7 @@ def gone(c, process_id):
 
 
 def state_of(c, process_id):
-    page = c.request("GET", "/").body.decode()
-    return page.split(f"<td>{process_id}</td>")[1].split("<td>")[2].split("<")[0]
+    return c.nodes()[process_id]["state"]
 
 
 @test

@@ -86,7 +86,7 @@ def test_i9_a_stream_across_a_death_is_the_clean_runs(options):
             same_across_death(c, request, serial, lambda node: commands.append(c.end(node)))
             assert continued(c) == before + 1, request
             c.start("decode-2", commands[0])
-            wait_until(lambda: c.request("GET", "/").body.count(b"<td>live</td>") == 4, 20,
+            wait_until(lambda: c.live() == 4, 20,
                        "decode-2 is back")
         assert c.metrics()["tandem_router_failovers_total"] == len(requests)
         assert c.metrics("decode-1")['tandem_decode_returned_tokens_total{source="cache"}'] > 0

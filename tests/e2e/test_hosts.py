@@ -127,7 +127,7 @@ def test_three_hosts_serve_over_curve_and_tcp(options):
         wait_until(lambda: "process up" in hosts.log("stranger"), 30, "the stranger is up")
         third = json.loads(hosts.curl("/v1/completions", body))
         assert third["choices"] == first["choices"]
-        assert "stranger" not in hosts.curl("/")
+        assert "stranger" not in hosts.curl("/status")
 
 
 @test

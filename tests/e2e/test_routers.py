@@ -31,10 +31,6 @@ class Routers(Cluster):
                 "seed": 7, "ignore_eos": True, "cache_salt": salt, "stream": stream, **parameters}
         return self.request("POST", "/v1/completions", body, stream, to=router, check=True)
 
-    def live(self, router):
-        """Nodes that it knows to be live."""
-        return self.request("GET", "/", to=router).body.count(b"<td>live</td>")
-
     def etcd(self, path, body):
         url = f"http://{self.processes['etcd']['http']}{path}"
         request = urllib.request.Request(url, json.dumps(body).encode())

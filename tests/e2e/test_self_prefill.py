@@ -176,7 +176,7 @@ def test_i9_a_death_while_the_node_computes_for_itself(options):
             assert stream.done
             assert [texts[0], texts[1]] == clean.texts
             c.start("decode-2", command)
-            wait_until(lambda: c.request("GET", "/").body.count(b"<td>live</td>") == 4, 20, "back")
+            wait_until(lambda: c.live() == 4, 20, "back")
         c.wait_at_rest()
 
 

@@ -871,7 +871,7 @@ static void test_i9_an_objective_ends_no_answer_that_has_begun(void **state)
     run = start_attempt(fx, prefill, decode);
     waits = expect(fx, decode, TD_MSG_RESERVE)->u.work;
     send_token(decode, run.ticket, run.attempt, 0, 0, "he", TD_FINISH_NONE);
-    while (!req->first_token_seen) {
+    while (req->first_token_ns == 0) {
         spin(fx, NULL);
     }
     req->arrived_ns -= 60 * TD_NS_PER_S;

@@ -226,6 +226,7 @@ static void test_msg_heartbeat_tells_costs(void **state)
                                     .other_requests = 4,
                                     .other_tokens = 5,
                                     .other_blocks = 6,
+                                    .fetched_bytes = 1ull << 40,
                                     .step_cost_count = 3,
                                     .pass_cost_count = 2,
                                     .step_costs = {1, 1.25f, 1.5f},
