@@ -344,10 +344,17 @@ wait_ready() { # INDEX
     say "  $id ready, pid ${pids[i]}, http://$address"
 }
 
+# What a router's API is asked by; with --tls-cert it is HTTPS, whose certificate names others than us.
+api_url() { # INDEX of a router
+    local scheme=http
+    [[ " ${router_flags[*]-}" != *' --tls-cert'* ]] || scheme=https
+    printf '%s://%s' "$scheme" "${https[$1]/0.0.0.0/127.0.0.1}"
+}
+
 # That router's count of live nodes of every role is what was started.
 all_registered() { # INDEX
     local seen stores=$kvstores
-    seen=$(curl -s --noproxy '*' -m 2 "http://${https[$1]/0.0.0.0/127.0.0.1}/metrics" |
+    seen=$(curl -sk --noproxy '*' -m 2 "$(api_url "$1")/metrics" |
         sed -n 's/^tandem_router_nodes{role="\([a-z]*\)"} /\1=/p' | sort | tr '\n' ' ')
     # Each node that gives memory to the store counts as a store as well.
     [[ -z $donate || $donate == 0 ]] || stores=$((kvstores + prefills + decodes))
@@ -356,9 +363,10 @@ all_registered() { # INDEX
 
 # /ready wants one node of a role; a cluster is up when all of its nodes are there.
 wait_serving() { # INDEX of a router
-    local url="http://${https[$1]/0.0.0.0/127.0.0.1}/ready" code='' i
+    local url code='' i
+    url=$(api_url "$1")/ready
     while :; do
-        code=$(curl -s --noproxy '*' -m 2 -o "$dir/ready.answer" -w '%{http_code}' "$url") || true
+        code=$(curl -sk --noproxy '*' -m 2 -o "$dir/ready.answer" -w '%{http_code}' "$url") || true
         if [[ $code == 200 || $((prefills + decodes)) -eq 0 ]] && all_registered "$1"; then
             break
         fi
@@ -417,8 +425,9 @@ check_setup() {
 }
 
 print_usage_hints() {
-    local url="http://${https[router_at]/0.0.0.0/127.0.0.1}" name
-    name=$(curl -s --noproxy '*' -m 5 "$url/v1/models" | sed -n 's/.*"id": *"\([^"]*\)".*/\1/p' |
+    local url name
+    url=$(api_url "$router_at")
+    name=$(curl -sk --noproxy '*' -m 5 "$url/v1/models" | sed -n 's/.*"id": *"\([^"]*\)".*/\1/p' |
         head -n 1) || true
     cat <<TEXT
 

@@ -6,11 +6,11 @@
 set -euo pipefail
 
 PACKAGES=(gcc make pkg-config protobuf-compiler protobuf-c-compiler libprotobuf-c-dev libucx-dev
-    libzmq3-dev libsodium-dev libmicrohttpd-dev libjansson-dev libpcre2-dev libutf8proc-dev libcyaml-dev
+    libzmq3-dev libsodium-dev libmicrohttpd-dev libgnutls28-dev libjansson-dev libpcre2-dev libutf8proc-dev libcyaml-dev
     libyaml-dev libxxhash-dev liburing-dev liblmdb-dev libcurl4-openssl-dev libcmocka-dev etcd-server
     python3 python3-pip python3-venv procps iproute2 ca-certificates curl)
 # Oldest versions that Tandem is tested with: those of Debian 12.
-MINIMUMS=(ucx:1.13 libzmq:4.3 libprotobuf-c:1.4 libsodium:1.0.18 libmicrohttpd:0.9.75 jansson:2.14
+MINIMUMS=(ucx:1.13 libzmq:4.3 libprotobuf-c:1.4 libsodium:1.0.18 libmicrohttpd:0.9.75 gnutls:3.7 jansson:2.14
     libpcre2-8:10.40 libutf8proc:2.6 libcyaml:1.3 yaml-0.1:0.2 libxxhash:0.8
     liburing:2.3 lmdb:0.9.24 libcurl:7.88 cmocka:1.1.5)
 

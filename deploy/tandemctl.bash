@@ -1,8 +1,8 @@
 # Completion of tandemctl for bash: source this file, or put it into /etc/bash_completion.d.
 _tandemctl() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} i command='' nodes
-    local commands='status nodes drain undrain pin unpin evict speculation policy slo tenants calibration trace events keygen'
-    local options='--router --keys --json --watch --prompt --prompt-file --salt --key --soft --explore
+    local commands='status nodes drain undrain pin unpin evict speculation policy slo tenants calibration trace events keygen apikey'
+    local options='--router --keys --json --watch --prompt --prompt-file --salt --tenant --key --soft --explore
         --ttft --tbt --since --follow --help --version'
     local -a asked=()
 
@@ -12,7 +12,7 @@ _tandemctl() {
             asked+=("${COMP_WORDS[i]}" "${COMP_WORDS[i + 1]}")
             ((i++))
             ;;
-        --watch | --prompt | --prompt-file | --salt | --key | --explore | --ttft | --tbt | --since) ((i++)) ;;
+        --watch | --prompt | --prompt-file | --salt | --tenant | --key | --explore | --ttft | --tbt | --since) ((i++)) ;;
         -*) ;;
         *) command=${COMP_WORDS[i]} ;;
         esac
@@ -20,7 +20,7 @@ _tandemctl() {
     case $before in
     --keys) mapfile -t COMPREPLY < <(compgen -d -- "$word") ;;
     --prompt-file | keygen) mapfile -t COMPREPLY < <(compgen -f -- "$word") ;;
-    --router | --watch | --prompt | --salt | --key | --explore | --ttft | --tbt | --since) COMPREPLY=() ;;
+    --router | --watch | --prompt | --salt | --tenant | --key | --explore | --ttft | --tbt | --since | apikey) COMPREPLY=() ;;
     drain | undrain)
         nodes=$("${COMP_WORDS[0]}" ${asked[@]+"${asked[@]}"} nodes 2>/dev/null |
             awk 'NR > 1 && $2 != "kvstore" { print $1 }')

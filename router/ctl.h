@@ -22,6 +22,7 @@ typedef enum ctl_command {
     CTL_TRACE,
     CTL_EVENTS,
     CTL_KEYGEN,
+    CTL_APIKEY,
     CTL_COMMANDS
 } ctl_command_t;
 
@@ -34,6 +35,7 @@ typedef struct ctl_request {
     bool soft;          /* pin for half an hour */
     const char *prompt; /* NULL: keys are given */
     const char *salt;   /* NULL: none */
+    const char *tenant; /* NULL: none */
     const uint8_t *keys;
     size_t key_count;
     bool set_explore;

@@ -9,6 +9,7 @@
 #include <unistd.h>
 #include <zmq.h>
 
+#include "common/base/td_names.h"
 #include "router/ctl.h"
 
 #define Z85_CHARS 40u
@@ -26,6 +27,9 @@ typedef struct options {
     bool follow;
     ctl_request_t request;
 } options_t;
+
+#define API_KEY_PREFIX "sk-"
+#define API_KEY_BYTES 32u
 
 static const char *const usage_text =
     "Usage: tandemctl [options] COMMAND\n"
@@ -48,13 +52,15 @@ static const char *const usage_text =
     "why\n"
     "  events               what happened lately; with --follow also what happens from now on\n"
     "  keygen FILE          makes a client's key; prints the public one, for the file `allow`\n"
+    "  apikey NAME          makes an API key; prints it, and its line for --api-key-file\n"
     "\n"
     "Options:\n"
     "  --keys DIR           folder with router.pub and admin.key (or $TANDEM_ADMIN_KEYS)\n"
     "  --router ENDPOINT    where the RPC is bound (or $TANDEM_ADMIN; default: DIR/endpoint)\n"
     "  --json               one line of JSON for each answer or event\n"
     "  --watch SECONDS      asks again and again\n"
-    "  --prompt TEXT, --prompt-file FILE, --salt TEXT, --key HEX (several)   what to pin\n"
+    "  --prompt TEXT, --prompt-file FILE, --salt TEXT, --tenant NAME, --key HEX (several)\n"
+    "                       what to pin\n"
     "  --soft               pin for half an hour, not for good\n"
     "  --explore PERCENT    of the requests that leave their drafter open\n"
     "  --ttft MS, --tbt MS  objectives of requests that bring none; 0: no such limit\n"
@@ -75,8 +81,8 @@ static int usage(const char *what, const char *which)
 static int command_of(const char *name)
 {
     static const char *const names[CTL_COMMANDS] = {
-        "status", "nodes", "drain",   "undrain",     "pin",   "unpin",  "evict", "speculation",
-        "policy", "slo",   "tenants", "calibration", "trace", "events", "keygen"};
+        "status", "nodes", "drain",   "undrain",     "pin",   "unpin",  "evict",  "speculation",
+        "policy", "slo",   "tenants", "calibration", "trace", "events", "keygen", "apikey"};
     for (int i = 0; i < CTL_COMMANDS; i++) {
         if (strcmp(name, names[i]) == 0) {
             return i;
@@ -156,6 +162,7 @@ enum {
     OPT_PROMPT,
     OPT_PROMPT_FILE,
     OPT_SALT,
+    OPT_TENANT,
     OPT_KEY,
     OPT_SOFT,
     OPT_EXPLORE,
@@ -197,6 +204,9 @@ static const char *take_option(options_t *o, int option, const char *value)
     case OPT_SALT:
         o->request.salt = value;
         return NULL;
+    case OPT_TENANT:
+        o->request.tenant = value;
+        return NULL;
     case OPT_KEY:
         return add_key(&o->request, value) ? NULL
                                            : "--key: 32 hexadecimal digits are expected, not ";
@@ -235,6 +245,7 @@ static const struct option long_options[] = {
     {"prompt", required_argument, NULL, OPT_PROMPT},
     {"prompt-file", required_argument, NULL, OPT_PROMPT_FILE},
     {"salt", required_argument, NULL, OPT_SALT},
+    {"tenant", required_argument, NULL, OPT_TENANT},
     {"key", required_argument, NULL, OPT_KEY},
     {"soft", no_argument, NULL, OPT_SOFT},
     {"explore", required_argument, NULL, OPT_EXPLORE},
@@ -251,8 +262,8 @@ static int check_command(options_t *o, int argc, char **argv)
 {
     ctl_request_t *r = &o->request;
     const int command = argc > 0 ? command_of(argv[0]) : -1;
-    const bool names_something =
-        command == CTL_DRAIN || command == CTL_UNDRAIN || command == CTL_KEYGEN;
+    const bool is_local = command == CTL_KEYGEN || command == CTL_APIKEY;
+    const bool names_something = command == CTL_DRAIN || command == CTL_UNDRAIN || is_local;
 
     if (argc == 0) {
         return usage("a command is expected", "");
@@ -272,7 +283,7 @@ static int check_command(options_t *o, int argc, char **argv)
         (r->prompt == NULL) == (r->key_count == 0)) {
         return usage("either --prompt (or --prompt-file) or --key is expected with ", argv[0]);
     }
-    if (command != CTL_KEYGEN && o->keys == NULL) {
+    if (!is_local && o->keys == NULL) {
         return usage("--keys DIR or $TANDEM_ADMIN_KEYS is expected", "");
     }
     r->since = r->since == 0 ? 1 : r->since;
@@ -322,6 +333,30 @@ static int make_key(const char *path)
         return 1;
     }
     (void)printf("%s\n", public_key);
+    return 0;
+}
+
+/* The router keeps its hash alone: what is printed first is shown once. */
+static int make_api_key(const char *name)
+{
+    uint8_t random[API_KEY_BYTES];
+    uint8_t hash[crypto_generichash_BYTES];
+    char text[API_KEY_BYTES * 2] = API_KEY_PREFIX;
+    char hex[2 * crypto_generichash_BYTES + 1];
+
+    if (!td_name_is_valid(name, 32)) {
+        return usage("apikey: a name of 1 to 32 letters, digits, '.', '_' or '-' is expected, not ",
+                     name);
+    }
+    randombytes_buf(random, sizeof(random));
+    (void)sodium_bin2base64(text + sizeof(API_KEY_PREFIX) - 1,
+                            sizeof(text) - sizeof(API_KEY_PREFIX) + 1, random, sizeof(random),
+                            sodium_base64_VARIANT_URLSAFE_NO_PADDING);
+    (void)crypto_generichash(hash, sizeof(hash), (const uint8_t *)text, strlen(text), NULL, 0);
+    (void)printf("%s\nblake2b:%s name=%s\n", text,
+                 sodium_bin2hex(hex, sizeof(hex), hash, sizeof(hash)), name);
+    sodium_memzero(text, sizeof(text));
+    sodium_memzero(random, sizeof(random));
     return 0;
 }
 
@@ -480,8 +515,9 @@ int main(int argc, char **argv)
     if (sodium_init() < 0) {
         return 1;
     }
-    if (o.request.command == CTL_KEYGEN) {
-        return make_key(o.request.node);
+    if (o.request.command == CTL_KEYGEN || o.request.command == CTL_APIKEY) {
+        return o.request.command == CTL_KEYGEN ? make_key(o.request.node)
+                                               : make_api_key(o.request.node);
     }
     context = zmq_ctx_new();
     socket = context == NULL ? NULL : connect_router(&o, context);

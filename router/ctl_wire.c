@@ -32,6 +32,9 @@ static void fill_store(const ctl_request_t *r, PB(StoreRequest) * pb)
         pb->cache_salt.data = (uint8_t *)lend(r->salt);
         pb->cache_salt.len = strlen(r->salt);
     }
+    if (r->tenant != NULL) {
+        pb->tenant = lend(r->tenant);
+    }
     pb->keys.data = (uint8_t *)(uintptr_t)r->keys;
     pb->keys.len = r->key_count * CTL_KEY_BYTES;
 }

@@ -28,6 +28,7 @@ typedef struct app {
     rtr_tenants_t *tenants;
     rtr_auth_t *auth; /* NULL: no keys */
     rtr_access_t *access;
+    rtr_tls_t *tls; /* NULL: plain HTTP */
     rtr_gone_t *gone;
     rtr_loop_t *loop;
     rtr_workers_t *workers;
@@ -39,6 +40,10 @@ static const td_option_t options[] = {
     {"listen", TD_OPTION_TEXT, "tcp://127.0.0.1:5570", "ZeroMQ endpoint to bind"},
     {"advertise", TD_OPTION_TEXT, NULL, "host that other processes reach this one by"},
     {"http", TD_OPTION_TEXT, "127.0.0.1:8000", "address of the HTTP API"},
+    {"tls-cert", TD_OPTION_TEXT, NULL,
+     "PEM file of the API's certificate and its chain: then it speaks HTTPS; read anew when it "
+     "changes"},
+    {"tls-key", TD_OPTION_TEXT, NULL, "PEM file of its private key, mode 0600"},
     {"cluster-secret-file", TD_OPTION_TEXT, NULL, "file with the cluster's secret, mode 0600"},
     {"curve", TD_OPTION_BOOL, "false", "encrypt ZeroMQ on loopback too (elsewhere always)"},
     {"log-level", TD_OPTION_CHOICE, "info", "lowest level logged", 0, 0, "error|warn|info|debug"},
@@ -85,6 +90,9 @@ static const td_option_t options[] = {
     {"workers", TD_OPTION_COUNT, "2", "threads that parse and tokenise", 1, RTR_WORKERS_MAX},
     {"body-bytes-max", TD_OPTION_BYTES, "8M", "largest request body", 1024, 1u << 30},
     {"connections-max", TD_OPTION_COUNT, "1024", "HTTP connections", 1, 1u << 20},
+    {"connections-per-ip", TD_OPTION_COUNT, "0", "of them from one address; 0 = all", 0, 1u << 20},
+    {"receive-ms", TD_OPTION_MS, "60000",
+     "longest time for a request's headers, and again for its body", 100, 3600000},
 };
 
 static td_status_t start_model(app_t *app)
@@ -109,6 +117,21 @@ static td_status_t start_model(app_t *app)
         return TD_OK;
     }
     return td_drafter_parse(td_config_text(config, "speculation"), &app->model.model.drafter);
+}
+
+static td_status_t start_tls(app_t *app)
+{
+    const char *cert = td_config_text(app->proc.config, "tls-cert");
+    const char *key = td_config_text(app->proc.config, "tls-key");
+
+    if (cert == NULL && key == NULL) {
+        return TD_OK;
+    }
+    if (cert == NULL || key == NULL) {
+        TD_LOG_ERROR("option missing", "expected=\"--tls-cert FILE and --tls-key FILE, both\"");
+        return TD_ERR_INVALID;
+    }
+    return rtr_tls_open(cert, key, &app->tls);
 }
 
 /* In etcd, for nodes that look there: from now until it drains. */
@@ -147,6 +170,8 @@ static td_status_t start(app_t *app)
         .listen = td_config_text(config, "http"),
         .router = app->proc.id,
         .connections_max = connections,
+        .connections_per_ip = (uint32_t)td_config_u64(config, "connections-per-ip"),
+        .receive_ms = (uint32_t)td_config_u64(config, "receive-ms"),
         .body_bytes_max = td_config_u64(config, "body-bytes-max"),
         .slo = &app->slo,
         .model = &app->model.model,
@@ -160,6 +185,7 @@ static td_status_t start(app_t *app)
     }
     atomic_init(&app->slo.ttft_ms, (uint32_t)td_config_u64(config, "slo-ttft-ms"));
     atomic_init(&app->slo.tbt_ms, (uint32_t)td_config_u64(config, "slo-tbt-ms"));
+    TD_TRY(start_tls(app));
     TD_TRY(start_model(app));
     TD_TRY(rtr_policy_parse(td_config_text(config, "policy"), &loop.policy));
     TD_TRY(rtr_tenants_create(&app->tenants));
@@ -181,14 +207,15 @@ static td_status_t start(app_t *app)
                               app->loop, &app->workers));
     http.auth = app->auth;
     http.access = app->access;
+    http.tls = app->tls;
     http.tenants = app->tenants;
     http.gone = app->gone;
     http.loop = app->loop;
     http.workers = app->workers;
     TD_TRY(rtr_http_create(&http, &app->http));
     TD_TRY(announce(app));
-    TD_LOG_INFO("serving", "http=%s model=%s admin=%s", rtr_http_address(app->http),
-                app->model.name, rtr_loop_admin_endpoint(app->loop));
+    TD_LOG_INFO("serving", "http=%s tls=%d model=%s admin=%s", rtr_http_address(app->http),
+                app->tls != NULL ? 1 : 0, app->model.name, rtr_loop_admin_endpoint(app->loop));
     td_proc_announce(&app->proc, rtr_http_address(app->http));
     return TD_OK;
 }
@@ -202,6 +229,7 @@ static void run(app_t *app)
         if (app->coord != NULL) {
             td_coord_tick(app->coord);
         }
+        rtr_tls_tick(app->tls, td_now_ns());
     }
     (void)!read(app->proc.signal_fd, &info, sizeof(info));
     TD_LOG_INFO("stopping", "why=signal");
@@ -238,6 +266,7 @@ int main(int argc, char **argv)
     rtr_loop_destroy(app.loop);
     rtr_gone_destroy(app.gone);
     rtr_access_destroy(app.access);
+    rtr_tls_close(app.tls);
     rtr_auth_destroy(app.auth);
     rtr_tenants_destroy(app.tenants);
     td_coord_destroy(app.coord);

@@ -29,6 +29,7 @@ typedef struct rtr_admin_config {
     const rtr_trace_t *trace;
     const rtr_metrics_t *metrics;
     rtr_tenants_t *tenants; /* NULL: there are none */
+    const uint8_t *secret;  /* [TD_CLUSTER_SECRET_BYTES] */
     const rtr_model_t *model;
     rtr_slo_live_t *slo;  /* of requests that bring none */
     uint32_t block_bytes; /* of KV */

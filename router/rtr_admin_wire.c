@@ -313,6 +313,8 @@ static const char *keys_of(rtr_admin_t *a, const PB(StoreRequest) * r, td_block_
     uint32_t *ids = NULL;
     const uint32_t *tokens = r->tokens;
     size_t count = r->n_tokens;
+    const rtr_tenant_t *tenant = NULL;
+    td_str_t salt = {0};
     td_block_key_t *keys = NULL;
 
     if (r->keys.len > 0) {
@@ -332,6 +334,12 @@ static const char *keys_of(rtr_admin_t *a, const PB(StoreRequest) * r, td_block_
     if (r->cache_salt.len > TD_CACHE_SALT_BYTES_MAX) {
         return "cache_salt: 256 bytes at most";
     }
+    if (r->tenant[0] != '\0') {
+        tenant = a->config.tenants == NULL ? NULL : rtr_tenants_find(a->config.tenants, r->tenant);
+        if (tenant == NULL) {
+            return "tenant: one that `tenants` lists is expected";
+        }
+    }
     if (count == 0) {
         if (td_tokenizer_encode(a->config.model->tok, r->prompt, strlen(r->prompt), true, &ids,
                                 &count) != TD_OK) {
@@ -341,11 +349,17 @@ static const char *keys_of(rtr_admin_t *a, const PB(StoreRequest) * r, td_block_
     }
     count = TD_MIN(count / a->config.block_tokens, RTR_ADMIN_KEYS_MAX);
     keys = count == 0 ? NULL : td_calloc(count, sizeof(*keys));
+    if (keys != NULL && (td_str_append(&salt, r->cache_salt.data, r->cache_salt.len) != TD_OK ||
+                         rtr_tenant_salt(tenant, a->config.secret, &salt) != TD_OK)) {
+        td_free(keys);
+        keys = NULL;
+    }
     if (keys != NULL) {
         td_block_root_t root;
-        rtr_tickets_root(a->config.tickets, r->cache_salt.data, r->cache_salt.len, &root);
+        rtr_tickets_root(a->config.tickets, salt.bytes, salt.len, &root);
         td_block_keys(&root, tokens, count * a->config.block_tokens, a->config.block_tokens, keys);
     }
+    td_str_fini(&salt);
     td_free(ids);
     *keys_out = keys;
     *count_out = (uint32_t)count;

@@ -16,6 +16,7 @@
 #include "common/wire/td_bus.h"
 
 #define HASH_BYTES 32u
+#define HASH_PREFIX "blake2b:"
 #define SPACES " \t"
 
 struct rtr_auth {
@@ -29,6 +30,22 @@ struct rtr_auth {
 static void hash_key(const char *key, size_t len, uint8_t out[HASH_BYTES])
 {
     (void)crypto_generichash(out, HASH_BYTES, (const uint8_t *)key, len, NULL, 0);
+}
+
+/* Of the first word of a line: a key, or its hash. False: it looks like a hash, and is none. */
+static bool hash_word(const char *word, uint8_t out[HASH_BYTES])
+{
+    const size_t prefix = sizeof(HASH_PREFIX) - 1;
+    const char *end = NULL;
+    size_t len = 0;
+
+    if (strncmp(word, HASH_PREFIX, prefix) != 0) {
+        hash_key(word, strlen(word), out);
+        return true;
+    }
+    return sodium_hex2bin(out, HASH_BYTES, word + prefix, strlen(word + prefix), NULL, &len,
+                          &end) == 0 &&
+           len == HASH_BYTES && *end == '\0';
 }
 
 /* --- a line of the file ----------------------------------------------------------------------- */
@@ -81,6 +98,14 @@ static const char *read_attribute(char *text, line_t *out)
                    ? NULL
                    : "one name= of 1 to 32 letters, digits, '.', '_' or '-', not 'other'";
     }
+    if (value != NULL && strcmp(text, "cache") == 0) {
+        const bool twice = out->terms.cache != RTR_CACHE_UNSAID;
+        out->has_terms = true;
+        out->terms.cache = strcmp(value, "shared") == 0 ? RTR_CACHE_SHARED
+                           : strcmp(value, "own") == 0  ? RTR_CACHE_OWN
+                                                        : RTR_CACHE_UNSAID;
+        return !twice && out->terms.cache != RTR_CACHE_UNSAID ? NULL : "cache=own or cache=shared";
+    }
     for (size_t i = 0; value != NULL && i < TD_ARRAY_LEN(numbers); i++) {
         if (strcmp(text, numbers[i].name) == 0) {
             const bool twice = *numbers[i].value != 0;
@@ -90,8 +115,9 @@ static const char *read_attribute(char *text, line_t *out)
                        : numbers[i].expected;
         }
     }
-    return "name=, weight=, requests=, requests-per-minute= or tokens-per-minute= behind the key, "
-           "each once";
+    return "name=, weight=, requests=, requests-per-minute=, tokens-per-minute= or cache= behind "
+           "the "
+           "key, each once";
 }
 
 /* Cuts it into words. Answers what was expected, or NULL. */
@@ -114,17 +140,17 @@ static bool same_terms(const rtr_tenant_terms_t *a, const rtr_tenant_terms_t *b)
 {
     return a->weight == b->weight && a->requests == b->requests &&
            a->requests_per_minute == b->requests_per_minute &&
-           a->tokens_per_minute == b->tokens_per_minute;
+           a->tokens_per_minute == b->tokens_per_minute && a->cache == b->cache;
 }
 
 /* No name that a file gives has a colon. Keyed, so that nobody who sees it can try keys. */
-static void name_by_hash(const rtr_auth_t *auth, const char *key,
+static void name_by_hash(const rtr_auth_t *auth, const uint8_t key_hash[HASH_BYTES],
                          char out[RTR_TENANT_NAME_CHARS_MAX + 1])
 {
     uint8_t hash[crypto_generichash_BYTES_MIN];
     uint64_t number = 0;
 
-    (void)crypto_generichash(hash, sizeof(hash), (const uint8_t *)key, strlen(key), auth->secret,
+    (void)crypto_generichash(hash, sizeof(hash), key_hash, HASH_BYTES, auth->secret,
                              TD_CLUSTER_SECRET_BYTES);
     memcpy(&number, hash, sizeof(number));
     (void)snprintf(out, RTR_TENANT_NAME_CHARS_MAX + 1, "key:%012" PRIx64, number >> 16);
@@ -141,17 +167,20 @@ static const char *take_line(rtr_auth_t *auth, const line_t *line)
     if (auth->count == RTR_KEYS_MAX) {
         return "at most 1024 keys";
     }
-    hash_key(line->key, strlen(line->key), hash);
+    if (!hash_word(line->key, hash)) {
+        return "64 hexadecimal digits behind " HASH_PREFIX;
+    }
     for (uint32_t i = 0; i < auth->count; i++) {
         if (memcmp(hash, auth->hashes[i], HASH_BYTES) == 0) {
             return "each key once";
         }
     }
     terms.weight = TD_MAX(terms.weight, 1);
+    terms.cache = terms.cache == RTR_CACHE_UNSAID ? RTR_CACHE_OWN : terms.cache;
     if (owner != NULL && line->has_terms && !same_terms(&terms, &owner->terms)) {
         return "what the first key of that name has, or nothing";
     }
-    name_by_hash(auth, line->key, name);
+    name_by_hash(auth, hash, name);
     if (owner == NULL && rtr_tenants_add(auth->tenants, line->name == NULL ? name : line->name,
                                          &terms, &owner) != TD_OK) {
         return "a key of another hash";

@@ -1,10 +1,11 @@
 /* rtr_auth.h - API keys, of a file that only its owner may read. A line is a key and, behind it,
  * who has it and what they may use: KEY [name=NAME] [weight=N] [requests=N] [requests-per-minute=N]
- * [tokens-per-minute=N] Lines that begin with '#', and blank ones, say nothing. Without a name, a
- * tenant is called by a keyed hash of its key. Keys of one name are one tenant's: the first line of
- * it says its terms, the others say the same or nothing. Keys are kept and compared as hashes,
- * every one of them each time, so the time says nothing about a near miss. Threads: load: init;
- * check: any. */
+ * [tokens-per-minute=N] [cache=own|shared] Lines that begin with '#', and blank ones, say nothing.
+ * KEY is the key itself, or blake2b:HEX, its unkeyed BLAKE2b-256 (b2sum -l 256), so that nobody who
+ * reads the file has a key. Without a name, a tenant is called by a keyed hash of that hash. Keys
+ * of one name are one tenant's: the first line of it says its terms, the others say the same or
+ * nothing. Keys are kept and compared as hashes, every one of them each time, so the time says
+ * nothing about a near miss. Threads: load: init; check: any. */
 #pragma once
 
 #include <stdbool.h>

@@ -2,17 +2,21 @@
 
 #include <errno.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
 
 #define EVENTS_MAX 64
+#define CUT_SLOTS 4096u /* looked at in a call */
 
 typedef struct watch {
     rtr_request_t *req; /* borrowed until unwatch; NULL = none under way */
     int fd;
-    bool left;           /* the client has, between two requests or before the first */
+    uint64_t until_ns; /* of what the client has to send; 0: nothing is expected */
+    bool left;         /* the client has, between two requests or before the first */
+    bool open;
     uint32_t generation; /* an event of an earlier use of the entry is told by it */
     uint32_t next_free;
 } watch_t;
@@ -24,6 +28,7 @@ struct rtr_gone {
     uint32_t max;
     uint32_t first_free; /* max = none */
     uint32_t watched;
+    uint32_t next_cut; /* where the next look for slow ones begins */
 };
 
 td_status_t rtr_gone_create(uint32_t connections_max, rtr_gone_t **out)
@@ -65,7 +70,7 @@ void rtr_gone_destroy(rtr_gone_t *g)
     td_free(g);
 }
 
-td_status_t rtr_gone_open(rtr_gone_t *g, int fd, uint32_t *slot_out)
+td_status_t rtr_gone_open(rtr_gone_t *g, int fd, uint64_t until_ns, uint32_t *slot_out)
 {
     struct epoll_event event = {.events = EPOLLRDHUP | EPOLLHUP | EPOLLERR | EPOLLONESHOT};
     td_status_t status = TD_ERR_BUSY;
@@ -82,6 +87,8 @@ td_status_t rtr_gone_open(rtr_gone_t *g, int fd, uint32_t *slot_out)
             w->req = NULL;
             w->fd = fd;
             w->left = false;
+            w->open = true;
+            w->until_ns = until_ns;
             *slot_out = slot;
             status = TD_OK;
         }
@@ -100,10 +107,41 @@ void rtr_gone_close(rtr_gone_t *g, uint32_t slot)
     (void)pthread_mutex_lock(&g->mu);
     TD_ASSERT(w->req == NULL);
     (void)epoll_ctl(g->epoll_fd, EPOLL_CTL_DEL, w->fd, NULL);
+    w->open = false;
     w->generation++;
     w->next_free = g->first_free;
     g->first_free = slot;
     (void)pthread_mutex_unlock(&g->mu);
+}
+
+void rtr_gone_expect(rtr_gone_t *g, uint32_t slot, uint64_t until_ns)
+{
+    (void)pthread_mutex_lock(&g->mu);
+    g->watches[slot].until_ns = until_ns;
+    (void)pthread_mutex_unlock(&g->mu);
+}
+
+void rtr_gone_has_asked(rtr_gone_t *g, uint32_t slot)
+{
+    rtr_gone_expect(g, slot, 0);
+}
+
+uint32_t rtr_gone_cut_slow(rtr_gone_t *g, uint64_t now_ns)
+{
+    uint32_t cut = 0;
+
+    (void)pthread_mutex_lock(&g->mu);
+    for (uint32_t i = 0; i < TD_MIN(g->max, CUT_SLOTS); i++) {
+        watch_t *w = &g->watches[g->next_cut];
+        g->next_cut = (g->next_cut + 1) % g->max;
+        if (w->open && w->until_ns != 0 && now_ns > w->until_ns) {
+            w->until_ns = 0;
+            (void)shutdown(w->fd, SHUT_RDWR); /* MHD finds it closed, and closes it */
+            cut++;
+        }
+    }
+    (void)pthread_mutex_unlock(&g->mu);
+    return cut;
 }
 
 void rtr_gone_watch(rtr_gone_t *g, uint32_t slot, rtr_request_t *req)

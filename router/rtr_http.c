@@ -50,6 +50,7 @@ typedef struct conn {
     size_t discarded;     /* bytes of a body over the limit */
     rtr_tenant_t *tenant; /* whose key it came with */
     rtr_request_t *req;
+    bool has_slot; /* of the watch table */
     bool watched;
     uint32_t watch_slot;
     uint64_t begun_ns;
@@ -426,19 +427,6 @@ static bool is_generation(rtr_kind_t kind)
     return kind == RTR_KIND_CHAT || kind == RTR_KIND_COMPLETION;
 }
 
-/* MHD's context of a connection is its slot of the watch table, counted from 1. */
-static bool watch_slot_of(const conn_t *conn, uint32_t *slot_out)
-{
-    const union MHD_ConnectionInfo *info =
-        MHD_get_connection_info(conn->mhd, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
-
-    if (info == NULL || info->socket_context == NULL) {
-        return false;
-    }
-    *slot_out = (uint32_t)((uintptr_t)info->socket_context - 1);
-    return true;
-}
-
 /* Who asks for what, as far as HTTP says it. */
 static void describe(const conn_t *conn, rtr_access_entry_t *out)
 {
@@ -487,7 +475,7 @@ static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
         rtr_request_fail(req, RTR_OUTCOME_BAD_REQUEST, &error, 0);
         return answer_or_suspend(conn);
     }
-    if (!watch_slot_of(conn, &conn->watch_slot)) {
+    if (!conn->has_slot) {
         rtr_error_set(&error, 503, "too_many_connections", NULL, "Too many connections.");
         rtr_request_fail(req, RTR_OUTCOME_REJECTED, &error, 1);
         return answer_or_suspend(conn);
@@ -577,6 +565,24 @@ static enum MHD_Result take_body(conn_t *conn, const char *bytes, size_t len)
     return td_str_append(&conn->body, bytes, len) == TD_OK ? MHD_YES : MHD_NO;
 }
 
+/* MHD's context of a connection is its slot of the watch table, counted from 1. */
+static void find_slot(conn_t *conn)
+{
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(conn->mhd, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+
+    if (info != NULL && info->socket_context != NULL) {
+        conn->watch_slot = (uint32_t)((uintptr_t)info->socket_context - 1);
+        conn->has_slot = true;
+    }
+}
+
+/* When what a client has to send now must be there. idle_s: that it may say nothing before. */
+static uint64_t until(const rtr_http_t *http, uint32_t idle_s)
+{
+    return td_now_ns() + idle_s * TD_NS_PER_S + http->config.receive_ms * TD_NS_PER_MS;
+}
+
 static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, const char *url,
                               const char *method, const char *version, const char *upload,
                               size_t *upload_len, void **state)
@@ -592,6 +598,10 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
         *conn = (conn_t){
             .http = cls, .mhd = connection, .url = url, .method = method, .begun_ns = td_now_ns()};
         *state = conn;
+        find_slot(conn);
+        if (conn->has_slot) {
+            rtr_gone_expect(conn->http->config.gone, conn->watch_slot, until(conn->http, 0));
+        }
         return MHD_YES; /* an answer in the first call would close the connection */
     }
     if (*upload_len > 0) {
@@ -599,7 +609,13 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
         *upload_len = 0;
         return take_body(conn, upload, len);
     }
-    return conn->req == NULL ? dispatch(conn) : answer_or_suspend(conn);
+    if (conn->req != NULL) {
+        return answer_or_suspend(conn);
+    }
+    if (conn->has_slot) {
+        rtr_gone_has_asked(conn->http->config.gone, conn->watch_slot);
+    }
+    return dispatch(conn);
 }
 
 /* Of what was no request for the workers: those tell it themselves, when all is known. */
@@ -640,6 +656,9 @@ static void on_completed(void *cls, struct MHD_Connection *connection, void **st
     } else {
         tell_access(conn);
     }
+    if (conn->has_slot) {
+        rtr_gone_expect(http->config.gone, conn->watch_slot, until(http, IDLE_TIMEOUT_S));
+    }
     td_str_fini(&conn->body);
     td_free(conn);
 }
@@ -654,7 +673,7 @@ static void on_connection(void *cls, struct MHD_Connection *connection, void **c
     uint32_t slot = 0;
 
     if (code == MHD_CONNECTION_NOTIFY_STARTED && info != NULL &&
-        rtr_gone_open(http->config.gone, info->connect_fd, &slot) == TD_OK) {
+        rtr_gone_open(http->config.gone, info->connect_fd, until(http, 0), &slot) == TD_OK) {
         *context = (void *)((uintptr_t)slot + 1);
     } else if (code == MHD_CONNECTION_NOTIFY_CLOSED && *context != NULL) {
         rtr_gone_close(http->config.gone, (uint32_t)((uintptr_t)*context - 1));
@@ -668,6 +687,11 @@ td_status_t rtr_http_create(const rtr_http_config_t *config, rtr_http_t **out)
     const union MHD_DaemonInfo *info = NULL;
     struct sockaddr_in addr;
     char host[INET_ADDRSTRLEN] = "";
+    struct MHD_OptionItem tls[] = {
+        {MHD_OPTION_HTTPS_CERT_CALLBACK, 0, rtr_tls_callback()},
+        {MHD_OPTION_HTTPS_PRIORITIES, 0, RTR_TLS_PRIORITIES},
+        {MHD_OPTION_END, 0, NULL},
+    };
 
     if (td_listen_parse(config->listen, &addr) != TD_OK) {
         TD_LOG_ERROR("http address refused", "got=\"%s\" expected=\"IPv4 address:port\"",
@@ -678,17 +702,22 @@ td_status_t rtr_http_create(const rtr_http_config_t *config, rtr_http_t **out)
     if (http == NULL) {
         return TD_ERR_NO_MEMORY;
     }
+    if (config->tls == NULL) {
+        tls[0].option = MHD_OPTION_END;
+    }
     http->config = *config;
     http->begun_ns = td_now_ns();
     atomic_init(&http->draining, false);
     atomic_init(&http->stopping, false);
     http->daemon = MHD_start_daemon(
-        MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, NULL, NULL, handle, http,
-        MHD_OPTION_SOCK_ADDR, &addr, MHD_OPTION_CONNECTION_LIMIT, config->connections_max,
-        MHD_OPTION_CONNECTION_TIMEOUT, IDLE_TIMEOUT_S, MHD_OPTION_CONNECTION_MEMORY_LIMIT,
-        (size_t)CONNECTION_BYTES, MHD_OPTION_NOTIFY_COMPLETED, on_completed, http,
-        MHD_OPTION_NOTIFY_CONNECTION, on_connection, http, MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u,
-        MHD_OPTION_END);
+        MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME |
+            (config->tls == NULL ? 0 : MHD_USE_TLS),
+        0, NULL, NULL, handle, http, MHD_OPTION_SOCK_ADDR, &addr, MHD_OPTION_CONNECTION_LIMIT,
+        config->connections_max, MHD_OPTION_CONNECTION_TIMEOUT, IDLE_TIMEOUT_S,
+        MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES, MHD_OPTION_NOTIFY_COMPLETED,
+        on_completed, http, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http,
+        MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u, MHD_OPTION_PER_IP_CONNECTION_LIMIT,
+        config->connections_per_ip, MHD_OPTION_ARRAY, tls, MHD_OPTION_END);
     if (http->daemon == NULL) {
         TD_LOG_ERROR("http port cannot be opened", "listen=%s err=\"%m\"", config->listen);
         td_free(http);

@@ -6,12 +6,16 @@
 #include "router/rtr_access.h"
 #include "router/rtr_auth.h"
 #include "router/rtr_loop.h"
+#include "router/rtr_tls.h"
 #include "router/rtr_worker.h"
 
 typedef struct rtr_http_config {
     const char *listen; /* host:port */
     const char *router; /* this process's id */
+    rtr_tls_t *tls;     /* NULL: plain HTTP */
     uint32_t connections_max;
+    uint32_t connections_per_ip; /* 0: as many as there may be */
+    uint32_t receive_ms;         /* for a request's headers, and again for its body */
     uint64_t body_bytes_max;
     const rtr_slo_live_t *slo; /* of requests that say nothing of it */
     const rtr_model_t *model;

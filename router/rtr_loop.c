@@ -7,6 +7,7 @@
 #include "router/rtr_admin.h"
 #include "router/rtr_index_link.h"
 
+#define CUT_MS 250u
 #define MESSAGES_PER_STEP 512u
 #define REQUESTS_PER_STEP 256u
 #define BUSY_TICK_MS 20u
@@ -22,9 +23,10 @@ struct rtr_loop {
     rtr_tickets_t *tickets;
     rtr_events_t *events;
     rtr_trace_t *trace;
-    rtr_admin_t *admin;      /* NULL: there is none */
-    bool admin_waits;        /* its step was full: the next one comes at once */
-    bool registry_waits;     /* likewise: lists of peers */
+    rtr_admin_t *admin;  /* NULL: there is none */
+    bool admin_waits;    /* its step was full: the next one comes at once */
+    bool registry_waits; /* likewise: lists of peers */
+    uint64_t next_cut_ns;
     atomic_bool gone_marked; /* release: a request's mark precedes it; acquire: the loop looks */
 };
 
@@ -42,6 +44,7 @@ static td_status_t open_admin(rtr_loop_t *loop)
                                       .trace = loop->trace,
                                       .metrics = c->metrics,
                                       .tenants = c->tenants,
+                                      .secret = c->secret,
                                       .model = c->model,
                                       .slo = c->slo,
                                       .block_bytes = c->block_bytes,
@@ -220,6 +223,23 @@ static void drain_messages(rtr_loop_t *loop)
     }
 }
 
+/* Clients that take too long to say what they want. */
+static void cut_slow(rtr_loop_t *loop)
+{
+    const uint64_t now = td_now_ns();
+    uint32_t cut = 0;
+
+    if (now < loop->next_cut_ns) {
+        return;
+    }
+    loop->next_cut_ns = now + CUT_MS * TD_NS_PER_MS;
+    cut = rtr_gone_cut_slow(loop->config.gone, now);
+    if (cut > 0) {
+        td_metric_add(loop->config.metrics->slow_clients, cut);
+        TD_LOG_WARN("slow clients cut off", "connections=%u", cut);
+    }
+}
+
 bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
 {
     int fds[4] = {td_ring_fd(loop->inbox), rtr_gone_fd(loop->config.gone)};
@@ -247,6 +267,7 @@ bool rtr_loop_step(rtr_loop_t *loop, int signal_fd, uint32_t timeout_ms)
     if ((readable[1] && rtr_gone_collect(loop->config.gone) > 0) || gone) {
         rtr_tickets_drop_gone(loop->tickets);
     }
+    cut_slow(loop);
     loop->registry_waits = rtr_registry_tick(loop->registry);
     rtr_index_link_tick(&loop->blocks);
     rtr_tickets_tick(loop->tickets);

@@ -95,6 +95,8 @@ static const struct {
      "Messages refused since start: stale, foreign or malformed."},
     {AT(access_dropped), td_metrics_counter, "tandem_router_access_log_dropped_total", NULL,
      "Lines that the access log had no time, or no disk, for."},
+    {AT(slow_clients), td_metrics_counter, "tandem_router_slow_clients_total", NULL,
+     "Connections cut off because a request took longer than --receive-ms to come."},
 };
 _Static_assert(TD_ARRAY_LEN(table) == offsetof(rtr_metrics_t, drafts) / sizeof(td_metric_t *),
                "every field has a row");

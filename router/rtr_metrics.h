@@ -71,6 +71,7 @@ typedef struct rtr_metrics {
     td_metric_t *tbt_error;
     td_metric_t *bus_refused;
     td_metric_t *access_dropped;
+    td_metric_t *slow_clients;
     rtr_draft_metrics_t drafts; /* the last: declared apart */
 } rtr_metrics_t;
 

@@ -1,13 +1,16 @@
 #include "router/rtr_tenants.h"
 
 #include <inttypes.h>
+#include <sodium.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
+#include "common/wire/td_bus.h"
 
 #define MINUTE_MS 60000
+#define SALT_BYTES 32u
 
 struct rtr_tenants {
     uint32_t count;
@@ -112,6 +115,27 @@ td_status_t rtr_tenants_queue(const rtr_tenants_t *ts, rtr_fair_t **out)
         weights[i] = ts->all[i].terms.weight;
     }
     return rtr_fair_create(weights, ts->count, out);
+}
+
+td_status_t rtr_tenant_salt(const rtr_tenant_t *tenant, const uint8_t *secret, td_str_t *salt)
+{
+    static const char purpose[] = "tandem tenant salt";
+    crypto_generichash_state state;
+    uint8_t hash[SALT_BYTES];
+
+    if (tenant == NULL || tenant->terms.cache != RTR_CACHE_OWN) {
+        return TD_OK;
+    }
+    (void)crypto_generichash_init(&state, secret, TD_CLUSTER_SECRET_BYTES, sizeof(hash));
+    (void)crypto_generichash_update(&state, (const uint8_t *)purpose, sizeof(purpose));
+    (void)crypto_generichash_update(&state, (const uint8_t *)tenant->name,
+                                    strlen(tenant->name) + 1); /* the NUL ends the name */
+    if (salt->len > 0) {
+        (void)crypto_generichash_update(&state, (const uint8_t *)salt->bytes, salt->len);
+    }
+    (void)crypto_generichash_final(&state, hash, sizeof(hash));
+    td_str_clear(salt);
+    return td_str_append(salt, hash, sizeof(hash));
 }
 
 /* --- limits ----------------------------------------------------------------------------------- */

@@ -19,12 +19,19 @@
 #define RTR_TENANTS_SHOWN 32u /* with series of their own; the others' are added up */
 #define RTR_TENANT_EVERYBODY "all"
 
+typedef enum rtr_cache {
+    RTR_CACHE_UNSAID = 0, /* of one that has no key: as if shared */
+    RTR_CACHE_OWN, /* no other tenant's prompts are found in the cache, nor its own by them */
+    RTR_CACHE_SHARED
+} rtr_cache_t;
+
 /** What a tenant may have; 0: no such limit. */
 typedef struct rtr_tenant_terms {
     uint32_t weight;   /* 1..RTR_FAIR_WEIGHT_MAX */
     uint32_t requests; /* under way */
     uint32_t requests_per_minute;
     uint32_t tokens_per_minute; /* of prompts and answers */
+    rtr_cache_t cache;
 } rtr_tenant_terms_t;
 
 /** Full at first; a minute fills it. What was taken beyond it is owed. */
@@ -78,6 +85,13 @@ typedef struct rtr_limits_view {
 } rtr_limits_view_t;
 
 typedef struct rtr_tenants rtr_tenants_t;
+
+/** Replaces the salt that a client gave (or none) by one that no other tenant can give, where the
+ * tenant's cache is its own: a keyed hash of its name and the salt. The same on every router that
+ * has the secret. tenant: NULL is allowed: nothing changes.
+ * Shape:  secret [TD_CLUSTER_SECRET_BYTES]. Errors: TD_ERR_NO_MEMORY. */
+TD_MUST_CHECK td_status_t rtr_tenant_salt(const rtr_tenant_t *tenant, const uint8_t *secret,
+                                          td_str_t *salt);
 
 /** With one tenant for all, RTR_TENANT_EVERYBODY, which the first rtr_tenants_add() replaces.
  * Errors: TD_ERR_NO_MEMORY. */

@@ -290,7 +290,8 @@ void rtr_tickets_submit(rtr_tickets_t *ts, rtr_request_t *req)
     if (!admit(ts, req)) {
         return;
     }
-    if (rtr_request_open_choices(req) != TD_OK || begin_echo(req) != TD_OK) {
+    if (rtr_tenant_salt(req->tenant, ts->config.secret, &req->params.cache_salt) != TD_OK ||
+        rtr_request_open_choices(req) != TD_OK || begin_echo(req) != TD_OK) {
         rtr_end_failed(ts, req, RTR_OUTCOME_UPSTREAM_ERROR, 500, NULL, "out of memory");
         return;
     }

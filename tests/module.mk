@@ -27,7 +27,7 @@ FUZZ_SECONDS ?= 60
 FUZZ_TARGETS := $(patsubst tests/fuzz/fuzz_%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 .PHONY: fuzz fuzz-build
 fuzz:
-	@$(MAKE) --no-print-directory CONFIG=fuzz CC=clang OPT="-O1 -g" \
+	@$(MAKE) --no-print-directory CONFIG=fuzz CC=clang OPT="-O1 -g" HARDEN=-fPIE \
 	    SANFLAGS="-fsanitize=fuzzer-no-link,address,undefined" DEFS="-D_GNU_SOURCE \
 	    -DTD_VERSION='\"$(VERSION)\"' -DTD_TEST_BUILD=1 -DTD_FUZZ_ENGINE=1" fuzz-build
 	@for t in $(FUZZ_TARGETS); do mkdir -p build/fuzz/corpus/$$t; \

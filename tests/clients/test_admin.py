@@ -379,7 +379,7 @@ def test_completion_and_manual_page_know_all_that_help_does(options):
     help_text = ctl(c, "--help")
     own = [name for name in re.findall(r"--[a-z-]+", help_text) if "admin" not in name]
     names = own + ["status", "nodes", "drain", "undrain", "pin", "unpin", "evict", "speculation", "policy", "slo",
-                   "tenants", "calibration", "trace", "events", "keygen"]
+                   "tenants", "calibration", "trace", "events", "keygen", "apikey"]
     deploy = os.path.join(client_venv.ROOT, "deploy")
     with open(os.path.join(deploy, "tandemctl.1"), encoding="utf-8") as file:
         page = file.read().replace("\\-", "-")

@@ -377,6 +377,50 @@ def test_clients_that_vanish_or_never_read_hold_nothing(options):
 # --- processes that stop and come back ------------------------------------------------------------
 
 @test
+def test_i6_slow_senders_are_cut_off_and_others_are_not(options):
+    """Slowloris: nothing, headers, bodies, a byte at a time for ever."""
+    with Cluster(options.bin, kvstore=0, router_args=["--receive-ms", "1500"]) as c:
+        host, port = c.processes["router"]["http"].rsplit(":", 1)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        openings = (b"", b"GET / HTTP/1.1\r\nX-Slow: ", head + b"Content-Length: 100000\r\n\r\n{",
+                    head + b"Transfer-Encoding: chunked\r\n\r\n5\r\n")
+        slow = []
+        for opening in openings * 4:
+            s = socket.create_connection((host, int(port)), 10)
+            s.sendall(opening)
+            s.setblocking(False)
+            slow.append(s)
+        # One that waits for its stream longer than that, and reads it, is none of them.
+        stream = iter(c.complete("Once", stream=True, max_tokens=1500, ignore_eos=True))
+        kept = http.client.HTTPConnection(host, int(port), timeout=30)
+        kept.request("GET", "/health")
+        kept.getresponse().read()
+        left = list(slow)
+
+        def all_cut():
+            for s in list(left):
+                try:
+                    s.send(b"a")
+                    if s.recv(100) == b"":
+                        left.remove(s)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    left.remove(s)
+            next(stream)
+            assert c.request("GET", "/health").status == 200
+            return not left
+        wait_until(all_cut, 20, "slow senders are cut off")
+        assert c.metrics()["tandem_router_slow_clients_total"] >= len(slow) - 4
+        kept.request("GET", "/health")  # was silent for as long, between two requests
+        assert kept.getresponse().status == 200
+        kept.close()
+        assert next(stream)["choices"]
+        for s in slow:
+            s.close()
+
+
+@test
 def test_router_restarted_on_its_ports_finds_its_nodes(options):
     with Cluster(options.bin, kv_memory="256M") as c:
         expected = ask(c).text

@@ -66,6 +66,21 @@ def test_what_is_installed_is_whole(options):
 
 
 @test
+def test_programs_are_hardened(options):
+    """Position independent, tables read-only from the start, no stack that can be run, canaries, checked copies."""
+    if "san-" in options.bin:
+        raise Skip("sanitizers have checks of their own")
+    with Installed(options) as it:
+        for program in os.listdir(it.path("bin")):
+            seen = subprocess.run(["readelf", "-W", "-h", "-l", "-d", "--dyn-syms", it.path("bin", program)],
+                                  stdout=subprocess.PIPE, check=True).stdout.decode()
+            assert re.search(r"Type: +DYN", seen), program
+            assert "GNU_RELRO" in seen and re.search(r"FLAGS.* BIND_NOW", seen), program
+            assert re.search(r"GNU_STACK.* RW +0x", seen), program
+            assert "__stack_chk_fail" in seen and re.search(r"__\w+_chk@", seen), program
+
+
+@test
 def test_units_start_programs_with_options_that_they_have(options):
     with Installed(options) as it, tempfile.TemporaryDirectory() as folder:
         for unit in it.units():

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
 """Tenants, by API key: whose requests wait for whose, what limits refuse, which files of keys do."""
+import hashlib
+import json
 import os
 import re
 import subprocess
@@ -8,7 +10,7 @@ import tempfile
 import threading
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import ROOT, Cluster, main, test
+from cluster import ROOT, Cluster, main, test, wait_until
 
 MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 BLOCK_BYTES = 368640  # 16 tokens of the quick start's model
@@ -222,7 +224,11 @@ def test_wrong_files_of_keys_are_refused_with_the_line(options):
              ("sk-a color=red\n", 1, "name=, weight="),
              ("\nsk-a\nsk-a\n", 3, "each key once"),
              ("sk-a name=x weight=2\nsk-b name=x weight=3\n", 2, "the first key of that name"),
-             ("sk-a requests-per-minute=many\n", 1, "requests-per-minute=1 to"))
+             ("sk-a requests-per-minute=many\n", 1, "requests-per-minute=1 to"),
+             ("sk-a cache=none\n", 1, "cache=own or cache=shared"),
+             ("blake2b:12ab\n", 1, "64 hexadecimal digits"),
+             (f"sk-a\nblake2b:{hashlib.blake2b(b'sk-a', digest_size=32).hexdigest()}\n", 2,
+              "each key once"))
     for text, line, words in wrong:
         with Keys(text) as keys:
             done = subprocess.run(
@@ -232,6 +238,56 @@ def test_wrong_files_of_keys_are_refused_with_the_line(options):
             said = done.stdout.decode()
             assert done.returncode == 1 and f"line={line} " in said and words in said, said
             assert "sk-" not in said, said
+
+
+@test
+def test_each_tenant_has_a_cache_of_its_own(options):
+    """I4 among tenants: what one has asked is not found by another, at the same salt or none; the answers are
+    the same. Those who share say so. Pins name a tenant."""
+    made = subprocess.run([os.path.join(options.bin, "tandemctl"), "apikey", "one"], check=True,
+                          stdout=subprocess.PIPE, text=True, timeout=30).stdout.splitlines()
+    key, line = made
+    assert line == f"blake2b:{hashlib.blake2b(key.encode(), digest_size=32).hexdigest()} name=one"
+    hashed = hashlib.blake2b(b"sk-one-too", digest_size=32).hexdigest()
+    text = f"{line}\nblake2b:{hashed.upper()} name=one\nsk-two\nsk-s1 cache=shared\nsk-s2 name=s2 cache=shared\n"
+    prompt = PROMPT + " cat, dog, horse, cow, sheep, goat, pig, hen, duck, goose, bee, ant," * 3
+    with Keys(text) as keys, \
+            Cluster(options.bin, router_args=["--api-key-file", keys.name]) as c:
+        model = None
+
+        def ask(key, **more):
+            nonlocal model
+            headers = {"Authorization": f"Bearer {key}"}
+            model = model or c.request("GET", "/v1/models", headers=headers,
+                                       check=True).json["data"][0]["id"]
+            got = c.request("POST", "/v1/completions", {
+                "model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0,
+                "ignore_eos": True, **more}, headers=headers, check=True)
+            return got.text, got.usage["prompt_tokens_details"]["cached_tokens"]
+        # The hash is as good as the key itself, and is none.
+        assert c.request("GET", "/v1/models", headers={
+            "Authorization": f"Bearer {line.split()[0]}"}).status == 401
+        first, cached = ask(key)
+        assert cached == 0
+        assert ask(key)[0] == first and ask(key)[1] > 0
+        assert ask("sk-one-too") == (first, ask(key)[1])  # another key of the same tenant
+        assert ask("sk-two") == (first, 0)  # a stranger finds nothing
+        assert ask(key, cache_salt="x") == (first, 0)  # a salt parts it once more
+        assert ask("sk-two", cache_salt="x") == (first, 0)
+        assert ask("sk-s1") == (first, 0)
+        assert ask("sk-s2")[1] > 0 and ask("sk-s2")[0] == first
+
+        def store(*arguments):
+            done = subprocess.run(
+                [os.path.join(c.bin, "tandemctl"), "--keys", os.path.join(c.run_dir, "admin"),
+                 "--json", *arguments, "--prompt", prompt], stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, check=False, text=True, timeout=30)
+            return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+        wait_until(lambda: store("pin", "--tenant", "one")["done"] > 0, 20, "its blocks are pinned")
+        keys_of = {name: [b["key"] for b in store("unpin", *arguments)["blocks"]] for name, arguments in (
+            ("one", ("--tenant", "one")), ("s2", ("--tenant", "s2")), ("none", ()))}
+        assert keys_of["s2"] == keys_of["none"] and not set(keys_of["one"]) & set(keys_of["none"])
+        assert "tenants" in store("pin", "--tenant", "nobody")
 
 
 if __name__ == "__main__":
