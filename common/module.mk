@@ -1,6 +1,6 @@
 COMMON_SRC := $(wildcard common/base/*.c common/wire/*.c common/transfer/*.c common/kv/*.c \
                          common/model/*.c common/model/cpu/*.c common/spec/*.c common/node/*.c \
-                         common/coord/*.c)
+                         common/coord/*.c common/trace/*.c)
 # Instruction sets are chosen at run time, so only these files are compiled for them.
 # gcc 12 spills the register tiles of these kernels unless told otherwise (DESIGN.md, "Kernels").
 GCC_TILE_FLAGS := $(if $(findstring clang,$(CC)),,-fno-tree-ter -fno-tree-pre -fno-tree-reassoc)

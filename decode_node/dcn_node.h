@@ -93,6 +93,8 @@ typedef struct dcn_ticket {
     td_msg_drafts_t drafts;      /* k_max 0: nothing can be drafted */
     uint32_t sides;              /* leaves that were verified beside them */
     uint64_t running_ns;         /* since when it generates */
+    uint64_t transfer_ns;        /* since when its prompt's KV is fetched; 0: it is not */
+    td_span_t span;              /* of the leg */
     bool computing;
     bool began;            /* its first token is drawn */
     uint32_t *quarantined; /* owned, [blocks]; while DCN_DRAIN */

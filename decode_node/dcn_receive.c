@@ -54,6 +54,7 @@ static td_status_t submit_range(dcn_node_t *d, dcn_ticket_t *t, uint32_t layer_b
     }
     TD_TRY(td_node_fetch_submit(job));
     t->fetches++;
+    t->transfer_ns = t->transfer_ns == 0 ? td_now_ns() : t->transfer_ns;
     TD_FAULT_POINT("decode_fetch");
     return TD_OK;
 }
@@ -198,6 +199,14 @@ static bool needs_kv(const dcn_node_t *d, const dcn_ticket_t *t)
 static void acknowledge(dcn_node_t *d, dcn_ticket_t *t)
 {
     td_msg_t msg = {.type = TD_MSG_KV_ACK};
+    td_span_t span;
+
+    if (t->transfer_ns != 0) {
+        td_span_begin(&span, &t->span.context, "transfer", t->transfer_ns);
+        td_span_number(&span, "tandem.blocks", t->blocks - t->held_blocks);
+        td_span_text(&span, "tandem.prefill", t->work.peer_id);
+        td_tracer_end(d->node.proc.tracer, &span, td_now_ns());
+    }
     msg.u.ticket = (td_msg_ticket_t){.ticket = t->ticket, .attempt = t->attempt};
     TD_FAULT_POINT("decode_before_ack");
     if (td_bus_send(d->node.proc.bus, t->work.peer_id, &msg) != TD_OK) {

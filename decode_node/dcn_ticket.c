@@ -107,6 +107,38 @@ void dcn_ticket_settle(dcn_node_t *d, dcn_ticket_t *t)
     ticket_free(d, t);
 }
 
+static void end_span(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
+{
+    const uint64_t now = td_now_ns();
+    uint32_t generated = 0;
+    uint32_t accepted = 0;
+    td_span_t span;
+
+    if (!t->span.context.sampled) {
+        return;
+    }
+    for (uint32_t i = 0; t->choices != NULL && i < t->work.n; i++) {
+        generated += t->choices[i].given;
+    }
+    for (uint32_t i = 0; i < t->drafts.k_max; i++) {
+        accepted += t->drafts.accepted[i];
+    }
+    if (t->running_ns != 0) {
+        td_span_begin(&span, &t->span.context, "generate", t->running_ns);
+        td_span_number(&span, "tandem.tokens", generated);
+        td_span_number(&span, "tandem.steps", t->drafts.steps);
+        td_span_number(&span, "tandem.accepted_drafts", accepted);
+        td_tracer_end(d->node.proc.tracer, &span, now);
+    }
+    td_span_text(&t->span, "tandem.request", t->work.request_id);
+    td_span_number(&t->span, "tandem.attempt", t->attempt);
+    td_span_text(&t->span, "tandem.prefill", t->work.peer_id);
+    td_span_number(&t->span, "tandem.held_blocks", t->held_blocks);
+    td_span_text(&t->span, "tandem.status", td_status_name(status));
+    t->span.failed = status != TD_OK;
+    td_tracer_end(d->node.proc.tracer, &t->span, now);
+}
+
 void dcn_ticket_end(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
 {
     if (t->state == DCN_DRAIN) {
@@ -121,6 +153,7 @@ void dcn_ticket_end(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
                     td_status_name(status));
     }
     td_node_forget(&d->node, t->ticket, t->attempt);
+    end_span(d, t, status);
     if (status == TD_OK) {
         dcn_worth_end(d, t);
     }
@@ -324,6 +357,7 @@ static dcn_ticket_t *ticket_new(dcn_node_t *d, const td_msg_t *msg, td_msg_arena
     t->work = msg->u.work;
     (void)snprintf(t->router, sizeof(t->router), "%s", msg->sender_id);
     t->deadline_ns = td_now_ns() + t->work.budget_ms * TD_NS_PER_MS;
+    td_span_begin(&t->span, &t->work.trace, "decode", td_now_ns());
     t->arena = *arena;
     *arena = NULL;
     while (*link != NULL) {

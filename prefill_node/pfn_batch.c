@@ -302,8 +302,13 @@ static void leave_behind(pfn_node_t *p, pfn_request_t *r)
 static void finish_part(pfn_node_t *p, const pfn_part_t *part)
 {
     pfn_request_t *r = part->request;
+    td_span_t span;
 
     r->computing = false;
+    td_span_begin(&span, &r->span.context, "prefill chunk", p->batch.started_ns);
+    td_span_number(&span, "tandem.rows", part->row_count);
+    td_span_number(&span, "tandem.batch_rows", p->batch.row_count);
+    td_tracer_end(p->node.proc.tracer, &span, td_now_ns());
     if (r->state == PFN_DRAIN) {
         pfn_request_settle(p, r);
         return;

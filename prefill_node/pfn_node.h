@@ -67,6 +67,7 @@ typedef struct pfn_request {
     td_logprob_t *prompt_top;   /* owned, [prompt][top_logprobs]; only for prompt_logprobs */
     float *prompt_logprob;      /* owned, [prompt] */
     uint32_t *prompt_top_count; /* owned, [prompt] */
+    td_span_t span;             /* of the leg */
     struct pfn_request *next;   /* queue order: oldest first */
 } pfn_request_t;
 

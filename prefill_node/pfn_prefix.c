@@ -93,6 +93,12 @@ void pfn_prefix_fetched(pfn_node_t *p, td_node_fetch_t *job)
         r->fetch_counts) { /* jobs of a prefix run side by side */
         pfn_rate_add(&p->fetch_rate, r->fetched_blocks, td_now_ns() - r->fetch_ns);
     }
+    if (r->state == PFN_WAIT_FETCH && r->fetches == 0) {
+        td_span_t span;
+        td_span_begin(&span, &r->span.context, "store fetch", r->fetch_ns);
+        td_span_number(&span, "tandem.blocks", r->fetched_blocks);
+        td_tracer_end(p->node.proc.tracer, &span, td_now_ns());
+    }
     if (r->state == PFN_WAIT_FETCH && job->hashed) {
         td_node_fetch_compare(job, r->keys, r->hashes, r->verified, r->work.request_id);
     } else if (job->fetch.status != TD_OK) {

@@ -85,6 +85,21 @@ void pfn_request_settle(pfn_node_t *p, pfn_request_t *r)
     request_free(p, r);
 }
 
+static void end_span(pfn_node_t *p, pfn_request_t *r, td_status_t status)
+{
+    const uint32_t block_tokens = td_node_layout(&p->node)->block_tokens;
+
+    td_span_text(&r->span, "tandem.request", r->work.request_id);
+    td_span_number(&r->span, "tandem.attempt", r->attempt);
+    td_span_text(&r->span, "tandem.decode", r->work.peer_id);
+    td_span_number(&r->span, "tandem.prompt_tokens", r->work.prompt_tokens);
+    td_span_number(&r->span, "tandem.local_tokens", (int64_t)r->local_blocks * block_tokens);
+    td_span_number(&r->span, "tandem.store_tokens", (int64_t)r->store_blocks * block_tokens);
+    td_span_text(&r->span, "tandem.status", td_status_name(status));
+    r->span.failed = status != TD_OK;
+    td_tracer_end(p->node.proc.tracer, &r->span, td_now_ns());
+}
+
 void pfn_request_end(pfn_node_t *p, pfn_request_t *r, td_status_t status)
 {
     if (r->state == PFN_DRAIN) {
@@ -99,6 +114,7 @@ void pfn_request_end(pfn_node_t *p, pfn_request_t *r, td_status_t status)
                     td_status_name(status));
     }
     td_node_forget(&p->node, r->ticket, r->attempt);
+    end_span(p, r, status);
     if (status !=
         TD_ERR_STALE) { /* else its router goes by another attempt, or is told by Register */
         send_end(p, r, status);
@@ -224,6 +240,7 @@ void pfn_request_start(pfn_node_t *p, const td_msg_t *msg, td_msg_arena_t **aren
     (void)snprintf(r->router, sizeof(r->router), "%s", msg->sender_id);
     r->start_ns = td_now_ns();
     r->deadline_ns = r->start_ns + w->budget_ms * TD_NS_PER_MS;
+    td_span_begin(&r->span, &r->work.trace, "prefill", r->start_ns);
     r->arena = *arena;
     *arena = NULL;
     while (*link != NULL) {

@@ -44,6 +44,9 @@ static const td_option_t options[] = {
      "PEM file of the API's certificate and its chain: then it speaks HTTPS; read anew when it "
      "changes"},
     {"tls-key", TD_OPTION_TEXT, NULL, "PEM file of its private key, mode 0600"},
+    TD_TRACER_OPTIONS,
+    {"trace-percent", TD_OPTION_COUNT, "100",
+     "of requests that bring no traceparent: how many get spans, with --otlp-endpoint", 0, 100},
     {"cluster-secret-file", TD_OPTION_TEXT, NULL, "file with the cluster's secret, mode 0600"},
     {"curve", TD_OPTION_BOOL, "false", "encrypt ZeroMQ on loopback too (elsewhere always)"},
     {"log-level", TD_OPTION_CHOICE, "info", "lowest level logged", 0, 0, "error|warn|info|debug"},
@@ -208,6 +211,8 @@ static td_status_t start(app_t *app)
     http.auth = app->auth;
     http.access = app->access;
     http.tls = app->tls;
+    http.tracer = app->proc.tracer;
+    http.sample_percent = (uint32_t)td_config_u64(config, "trace-percent");
     http.tenants = app->tenants;
     http.gone = app->gone;
     http.loop = app->loop;

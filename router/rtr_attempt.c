@@ -150,6 +150,7 @@ td_status_t rtr_attempt_send(rtr_tickets_t *ts, const rtr_ticket_t *t, td_msg_ty
             .peer_incarnation = peer->incarnation,
             .have_blocks = have_blocks,
             .request_id = request_id,
+            .trace = t->req->trace,
             .generated = generated,
         }};
 
@@ -246,6 +247,26 @@ static bool refuse_by_slo(rtr_tickets_t *ts, const rtr_ticket_t *t,
     return true;
 }
 
+static void trace_place(const rtr_tickets_t *ts, const rtr_ticket_t *t, uint64_t begin_ns)
+{
+    td_span_t span;
+
+    if (!t->req->trace.sampled) {
+        return;
+    }
+    td_span_begin(&span, &t->req->trace, "place", begin_ns);
+    td_span_number(&span, "tandem.prompt", t->prompt_idx);
+    td_span_number(&span, "tandem.attempt", t->attempt);
+    td_span_text(&span, "tandem.policy", rtr_policy_name(ts->config.policy));
+    td_span_text(&span, "tandem.prefill",
+                 t->self ? "" : rtr_registry_node(ts->config.registry, t->prefill.slot)->id);
+    td_span_text(&span, "tandem.decode",
+                 rtr_registry_node(ts->config.registry, t->decode.slot)->id);
+    td_span_text(&span, "tandem.drafter", td_drafter_name((td_drafter_t)t->draft.drafter));
+    td_span_number(&span, "tandem.k_max", t->draft.k_max);
+    td_tracer_end(t->req->tracer, &span, td_now_ns());
+}
+
 /* Chooses nodes and counts the attempt on them; begin_ns: when that began. False: it waits, or was
  * refused and is gone. */
 static bool place(rtr_tickets_t *ts, rtr_ticket_t *t, uint64_t begin_ns)
@@ -280,6 +301,7 @@ static bool place(rtr_tickets_t *ts, rtr_ticket_t *t, uint64_t begin_ns)
     }
     rtr_ticket_choose_draft(ts, t);
     rtr_attempt_note_decision(ts, t, &ask);
+    trace_place(ts, t, begin_ns);
     return true;
 }
 

@@ -454,6 +454,12 @@ static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
     req->tenant = is_generation(route->kind) ? conn->tenant : NULL;
     req->access = conn->http->config.access;
     describe(conn, &req->entry);
+    if (is_generation(route->kind)) {
+        rtr_request_begin_trace(
+            req, conn->http->config.tracer,
+            MHD_lookup_connection_value(conn->mhd, MHD_HEADER_KIND, "traceparent"),
+            td_random_u64() % 100 < conn->http->config.sample_percent);
+    }
     take_request_id(conn, req);
     req->body = conn->body;
     conn->body = (td_str_t){0};

@@ -21,7 +21,9 @@ typedef struct rtr_http_config {
     const rtr_model_t *model;
     const rtr_auth_t *auth; /* NULL: open to all */
     rtr_access_t *access;
-    rtr_tenants_t *tenants; /* without keys all requests are the first one's */
+    td_tracer_t *tracer;     /* NULL: no spans are sent */
+    uint32_t sample_percent; /* of the requests that bring no trace */
+    rtr_tenants_t *tenants;  /* without keys all requests are the first one's */
     td_metrics_t *registry;
     rtr_metrics_t *metrics;
     rtr_gone_t *gone;

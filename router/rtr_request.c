@@ -102,6 +102,60 @@ rtr_request_t *rtr_request_ref(rtr_request_t *req)
     return req;
 }
 
+void rtr_request_begin_trace(rtr_request_t *req, td_tracer_t *tracer, const char *traceparent,
+                             bool sampled)
+{
+    td_trace_context_t above;
+    td_span_t span;
+
+    if (tracer == NULL) {
+        return;
+    }
+    req->tracer = tracer;
+    if (!td_trace_parse(traceparent, &above)) {
+        td_trace_begin(&above, sampled);
+    }
+    td_span_begin(&span, &above, "", req->arrived_ns);
+    if (span.context.sampled) {
+        req->trace = span.context;
+        memcpy(req->trace_above, span.parent_id, sizeof(req->trace_above));
+    }
+}
+
+/* Its own span, and the one from its first token on. */
+static void tell_tracer(rtr_request_t *req)
+{
+    const rtr_access_entry_t *e = &req->entry;
+    const uint64_t end_ns = req->ended_ns == 0 ? td_now_ns() : req->ended_ns;
+    td_span_t span;
+
+    if (!req->trace.sampled) {
+        return;
+    }
+    if (req->first_token_ns != 0) {
+        td_span_begin(&span, &req->trace, "stream", req->first_token_ns);
+        td_span_number(&span, "gen_ai.usage.output_tokens", e->usage.completion_tokens);
+        td_tracer_end(req->tracer, &span, end_ns);
+    }
+    td_span_begin(&span, &req->trace,
+                  req->kind == RTR_KIND_CHAT ? "POST /v1/chat/completions" : "POST /v1/completions",
+                  req->arrived_ns);
+    span.context = req->trace;
+    memcpy(span.parent_id, req->trace_above, sizeof(span.parent_id));
+    span.kind = TD_SPAN_SERVER;
+    span.failed = e->outcome != RTR_OUTCOME_OK;
+    td_span_number(&span, "http.response.status_code", e->http_status);
+    td_span_text(&span, "tandem.request", e->request);
+    td_span_text(&span, "tandem.outcome", rtr_outcome_name(e->outcome));
+    td_span_text(&span, "tandem.tenant", e->tenant == NULL ? "" : e->tenant->name);
+    td_span_number(&span, "gen_ai.usage.input_tokens", e->usage.prompt_tokens);
+    td_span_number(&span, "gen_ai.usage.output_tokens", e->usage.completion_tokens);
+    td_span_number(&span, "tandem.cached_tokens",
+                   (int64_t)e->usage.cached_local_tokens + e->usage.cached_store_tokens);
+    td_span_number(&span, "tandem.accepted_drafts", e->usage.accepted_draft_tokens);
+    td_tracer_end(req->tracer, &span, end_ns);
+}
+
 /* By the last who holds it, so all that is to be known of it is known. */
 static void tell_access(rtr_request_t *req)
 {
@@ -131,6 +185,7 @@ void rtr_request_unref(rtr_request_t *req)
         return;
     }
     tell_access(req);
+    tell_tracer(req);
     for (uint32_t i = 0; req->choices != NULL && i < req->choice_count; i++) {
         choice_fini(&req->choices[i]);
     }

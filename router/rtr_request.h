@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 #include <sys/queue.h>
 
+#include "common/trace/td_tracer.h"
 #include "router/rtr_access.h"
 #include "router/rtr_api.h"
 #include "router/rtr_metrics.h"
@@ -63,8 +64,11 @@ typedef struct rtr_request {
     rtr_params_t params;      /* worker's, then the loop's */
     rtr_slo_t slo;            /* connection's, then the loop's */
     rtr_tenant_t *tenant;     /* borrowed, whose key it came with; NULL: nobody counts it */
-    rtr_access_t *access;     /* borrowed; told at the very end; NULL: nobody */
-    rtr_access_entry_t entry; /* connection's: who asked for what */
+    td_tracer_t *tracer;      /* borrowed; NULL: no spans are sent */
+    td_trace_context_t trace; /* its own span: others stand below it */
+    uint8_t trace_above[TD_SPAN_ID_BYTES]; /* the client's span; zero: none */
+    rtr_access_t *access;                  /* borrowed; told at the very end; NULL: nobody */
+    rtr_access_entry_t entry;              /* connection's: who asked for what */
 
     pthread_mutex_t mu; /* guards what follows, up to the next group */
     td_str_t out;
@@ -101,6 +105,12 @@ TD_MUST_CHECK td_status_t rtr_request_create(rtr_kind_t kind, rtr_metrics_t *met
                                              rtr_request_t **out);
 rtr_request_t *rtr_request_ref(rtr_request_t *req);
 void rtr_request_unref(rtr_request_t *req); /* NULL is allowed */
+
+/** Puts it under the client's span, where the header names one, else at the head of a trace of its
+ * own, which is sampled or not. NULL tracer: nothing happens. Threads: connection, before others
+ * know of it. */
+void rtr_request_begin_trace(rtr_request_t *req, td_tracer_t *tracer, const char *traceparent,
+                             bool sampled);
 
 /** Takes room for the choices once the parameters are known. Threads: loop. */
 TD_MUST_CHECK td_status_t rtr_request_open_choices(rtr_request_t *req);

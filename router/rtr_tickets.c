@@ -160,6 +160,11 @@ static void set_queued(rtr_tickets_t *ts, rtr_ticket_t *t, bool queued)
     td_metric_set(ts->config.metrics->queued, ts->queued);
     if (queued) {
         t->queued_ns = td_now_ns();
+    } else if (t->req->trace.sampled) {
+        td_span_t span;
+        td_span_begin(&span, &t->req->trace, "queue", t->queued_ns);
+        td_span_number(&span, "tandem.prompt", t->prompt_idx);
+        td_tracer_end(t->req->tracer, &span, td_now_ns());
     }
     if (tenant != NULL && queued) {
         (void)atomic_fetch_add_explicit(&tenant->queued, 1, memory_order_relaxed);

@@ -3,6 +3,7 @@
 #include <poll.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/base/td_ring.h"
 
@@ -44,6 +45,7 @@ static void answer_here(const rtr_workers_t *ws, rtr_request_t *req)
 static void work(const rtr_workers_t *ws, rtr_request_t *req)
 {
     rtr_error_t error;
+    td_span_t span;
     td_status_t status = TD_OK;
 
     if (atomic_load_explicit(&req->gone, memory_order_acquire)) {
@@ -52,8 +54,12 @@ static void work(const rtr_workers_t *ws, rtr_request_t *req)
         rtr_request_unref(req);
         return;
     }
+    td_span_begin(&span, &req->trace, "tokenize", td_now_ns());
+    td_span_number(&span, "tandem.body_bytes", (int64_t)req->body.len);
     status =
         rtr_api_parse(ws->model, req->kind, req->body.bytes, req->body.len, &req->params, &error);
+    span.failed = status != TD_OK;
+    td_tracer_end(req->tracer, &span, td_now_ns());
     td_str_fini(&req->body);
     if (status != TD_OK) {
         rtr_request_fail(

@@ -15,7 +15,8 @@ CUDA = re.compile(r"^(cuda|cublas|nvrtc|driver_types|cooperative_groups|mma\.h)"
 # Folders of this project (without their own) whose headers a folder may include.
 COMMON = {
     "common/base": (),
-    "common/wire": ("common/base", "common/kv"),
+    "common/trace": ("common/base",),
+    "common/wire": ("common/base", "common/kv", "common/trace"),
     "common/transfer": ("common/base", "common/kv"),
     "common/kv": ("common/base",),
     "common/model": ("common/base", "common/kv"),

@@ -8,7 +8,7 @@
 #include "common/base/td_buf.h"
 #include "common/base/td_status.h"
 
-#define TD_METRICS_SERIES_MAX 256
+#define TD_METRICS_SERIES_MAX 512
 #define TD_METRICS_BUCKETS 16
 
 typedef struct td_metrics td_metrics_t;

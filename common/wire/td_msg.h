@@ -11,6 +11,7 @@
 #include "common/base/td_buf.h"
 #include "common/base/td_status.h"
 #include "common/kv/td_block_key.h"
+#include "common/trace/td_span.h"
 
 #define TD_WIRE_VERSION 1u
 #define TD_MSG_BYTES_MAX (16u << 20)
@@ -207,6 +208,7 @@ typedef struct td_msg_work { /* RESERVE and START */
     uint64_t peer_incarnation;
     uint32_t have_blocks;
     const char *request_id;
+    td_trace_context_t trace;            /* of the span above; not sampled: none */
     uint32_t generated_count;            /* RESERVE: 0, or n where the attempt goes on */
     const td_msg_generated_t *generated; /* [generated_count]: its first tokens, given already */
 } td_msg_work_t;

@@ -285,6 +285,7 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     ProtobufCBinaryData stops[TD_MSG_STOPS_MAX];
     PB(Generated) generated[TD_MSG_CHOICES_MAX];
     PB(Generated) * generated_at[TD_MSG_CHOICES_MAX];
+    uint8_t trace[TD_TRACE_WIRE_BYTES];
 
     fill_sampling(m, &sampling);
     pb.ticket = m->ticket;
@@ -330,6 +331,11 @@ static td_status_t encode_work(const td_msg_t *msg, PB(Envelope) * env, td_str_t
     pb.peer_incarnation = m->peer_incarnation;
     pb.have_blocks = m->have_blocks;
     pb.request_id = pb_text(m->request_id);
+    if (m->trace.sampled) {
+        td_trace_to_wire(&m->trace, trace);
+        pb.trace.data = trace;
+        pb.trace.len = sizeof(trace);
+    }
     if (msg->type == TD_MSG_RESERVE) {
         env->body_case = TANDEM__V1__ENVELOPE__BODY_RESERVE;
         env->reserve = &pb;
@@ -956,6 +962,7 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
     MUST(pb->n_prediction <= TD_MSG_PROMPT_TOKENS_MAX, "prediction over the token limit");
     MUST(pb->n_stop <= TD_MSG_STOPS_MAX, "too many stop strings");
     MUST(id_ok(pb->peer_id) && id_ok(pb->request_id), "id too long or unprintable");
+    MUST(pb->trace.len == 0 || pb->trace.len == TD_TRACE_WIRE_BYTES, "trace is not 24 bytes");
     MUST(pb->n_generated == 0 || pb->n_generated == pb->n, "generated of some choices only");
     /* Both in one piece. */
     generated = td_calloc(1, pb->n_generated * sizeof(*generated) + pb->n_stop * sizeof(*stops));
@@ -1017,6 +1024,9 @@ static td_status_t read_work(const PB(Work) * pb, td_msg_work_t *m, td_msg_arena
         .generated_count = (uint32_t)pb->n_generated,
         .generated = generated,
     };
+    if (pb->trace.len > 0) {
+        td_trace_from_wire(pb->trace.data, &m->trace);
+    }
     return TD_OK;
 }
 

@@ -46,6 +46,7 @@ td_config_next_t td_proc_init(td_proc_t *proc, const char *program, const char *
 
     memset(proc, 0, sizeof(*proc));
     proc->signal_fd = -1;
+    proc->program = program;
     next = td_config_parse(program, summary, options, count, argc, argv, &proc->config);
     if (next != TD_CONFIG_RUN) {
         return next;
@@ -85,6 +86,24 @@ td_config_next_t td_proc_init(td_proc_t *proc, const char *program, const char *
     return TD_CONFIG_RUN;
 }
 
+/* Its counters are there with a collector and without. */
+static td_status_t open_tracer(td_proc_t *proc)
+{
+    const char *role = strrchr(proc->program, '-'); /* tandem-ROLE */
+    td_tracer_config_t config = {.endpoint = td_config_text(proc->config, "otlp-endpoint"),
+                                 .service = proc->program,
+                                 .instance = proc->id};
+    char name[96];
+
+    role = role == NULL ? proc->program : role + 1;
+    (void)snprintf(name, sizeof(name), "tandem_%s_spans_sent_total", role);
+    config.sent = td_metrics_counter(proc->metrics, name, NULL, "Spans that the collector took.");
+    (void)snprintf(name, sizeof(name), "tandem_%s_spans_dropped_total", role);
+    config.dropped = td_metrics_counter(proc->metrics, name, NULL,
+                                        "Spans for which there was no room, or no collector.");
+    return config.endpoint == NULL ? TD_OK : td_tracer_create(&config, &proc->tracer);
+}
+
 td_status_t td_proc_open(td_proc_t *proc, bool with_statusd)
 {
     td_bus_config_t bus = {
@@ -96,6 +115,7 @@ td_status_t td_proc_open(td_proc_t *proc, bool with_statusd)
         .curve = td_config_bool(proc->config, "curve"),
     };
 
+    TD_TRY(open_tracer(proc));
     TD_TRY(td_bus_create(&bus, &proc->bus));
     if (with_statusd) {
         TD_TRY(
@@ -129,6 +149,7 @@ void td_proc_fini(td_proc_t *proc)
 {
     td_statusd_destroy(proc->statusd);
     td_bus_destroy(proc->bus);
+    td_tracer_destroy(proc->tracer); /* counts into the metrics to its end */
     td_metrics_destroy(proc->metrics);
     td_config_destroy(proc->config);
     if (proc->signal_fd >= 0) {

@@ -7,6 +7,7 @@
 
 #include "common/base/td_config.h"
 #include "common/base/td_metrics.h"
+#include "common/trace/td_tracer.h"
 #include "common/wire/td_bus.h"
 #include "common/wire/td_statusd.h"
 
@@ -22,6 +23,7 @@
         {"log-level", TD_OPTION_CHOICE,       "info", "lowest level logged", 0,                    \
          0,           "error|warn|info|debug"},                                                    \
         {"ready-file", TD_OPTION_TEXT, NULL, "write the status page's host:port here once bound"}, \
+        TD_TRACER_OPTIONS,                                                                         \
     {                                                                                              \
         "fault", TD_OPTION_TEXT, NULL, "test builds: STEP:kill|stop|hang[:N]"                      \
     }
@@ -29,9 +31,11 @@
 typedef struct td_proc {
     td_config_t *config;
     td_metrics_t *metrics;
+    td_tracer_t *tracer; /* NULL: no spans are sent */
     td_bus_t *bus;
     td_statusd_t *statusd; /* NULL when the program serves HTTP itself */
     int signal_fd;         /* readable on SIGTERM or SIGINT */
+    const char *program;   /* a literal */
     uint64_t incarnation;
     uint8_t secret[TD_CLUSTER_SECRET_BYTES];
     char id[TD_MSG_ID_CHARS_MAX + 1];

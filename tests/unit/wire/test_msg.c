@@ -100,6 +100,7 @@ static td_msg_work_t sample_work(void)
                            .peer_id = "decode-1",
                            .peer_incarnation = 99,
                            .request_id = "r-1",
+                           .trace = {{1, 2, 3}, {4, 5}, true},
                            .generated_count = 2,
                            .generated = generated};
 }
@@ -116,6 +117,9 @@ static void test_msg_work_survives_the_wire(void **state)
     assert_memory_equal(out.u.work.prompt, u32s, sizeof(u32s));
     assert_memory_equal(out.u.work.bias_values, floats, sizeof(floats));
     assert_int_equal(out.u.work.priority, -7);
+    assert_true(out.u.work.trace.sampled);
+    assert_memory_equal(out.u.work.trace.trace_id, msg.u.work.trace.trace_id, TD_TRACE_ID_BYTES);
+    assert_memory_equal(out.u.work.trace.span_id, msg.u.work.trace.span_id, TD_SPAN_ID_BYTES);
     assert_int_equal(out.u.work.drafter, 1);
     assert_int_equal(out.u.work.k_min, 2);
     assert_int_equal(out.u.work.k_max, 8);
