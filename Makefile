@@ -75,7 +75,7 @@ $(B)/libtandem.a: $(COMMON_SRC:%.c=$(B)/%.o) $(PROTO_SRC:$(GEN)/%.c=$(B)/gen/%.o
 -include $(shell find $(B) -name '*.d' 2>/dev/null)
 
 # --- what a user runs -----------------------------------------------------------------------
-.PHONY: setup model demo up down check install cleanroom bench format check-layers chaos fuzz check-build
+.PHONY: setup model demo up down check install cleanroom bench sbom format check-layers chaos fuzz check-build
 setup:
 	@deploy/setup.sh
 model: setup
@@ -111,6 +111,11 @@ bench: setup model
 PREFIX ?= /usr/local
 install: programs
 	@deploy/install.sh "$(BIN)" "$(DESTDIR)" "$(PREFIX)"
+# What the programs are linked with, package by package.
+sbom: programs
+	@python3 deploy/sbom.py $(addprefix $(BIN)/,$(PROGRAMS)) >build/sbom.spdx.json.new
+	@mv build/sbom.spdx.json.new build/sbom.spdx.json
+	@echo "build/sbom.spdx.json"
 cleanroom:
 	@deploy/cleanroom.sh
 check-layers:
@@ -127,5 +132,6 @@ help:
 	@echo "make chaos      kill and freeze every process at every named step, 20 rounds"
 	@echo "make fuzz       libFuzzer over every decoder of outside bytes (FUZZ_SECONDS=60 each)"
 	@echo "make install    programs, systemd units, manual page, samples (DESTDIR=, PREFIX=/usr/local)"
+	@echo "make sbom       what the programs are linked with, as an SPDX document in build/"
 	@echo "make cleanroom  run demo and check in a minimal Debian root"
 	@echo "make bench      all figures, a table and a plot in build/bench (PEERS=1: llama.cpp's too)"

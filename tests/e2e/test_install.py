@@ -1,6 +1,7 @@
 """make install: what is installed is whole, its units are what systemd takes and keep to their sandbox, and
 the sample configurations are ones that the programs take and serve by."""
 import glob
+import json
 import os
 import re
 import shutil
@@ -78,6 +79,26 @@ def test_programs_are_hardened(options):
             assert "GNU_RELRO" in seen and re.search(r"FLAGS.* BIND_NOW", seen), program
             assert re.search(r"GNU_STACK.* RW +0x", seen), program
             assert "__stack_chk_fail" in seen and re.search(r"__\w+_chk@", seen), program
+
+
+@test
+def test_sbom_names_what_programs_are_linked_with(options):
+    programs = [os.path.join(options.bin, f"tandem-{role}") for role in ("router", "decode", "kvstore")]
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "deploy/sbom.py"), *programs],
+                          stdout=subprocess.PIPE, check=True)
+    bom = json.loads(done.stdout)
+    names = {package["SPDXID"]: package for package in bom["packages"]}
+    assert len(names) == len(bom["packages"]) and bom["spdxVersion"] == "SPDX-2.3"
+    linked = {}
+    for relation in bom["relationships"]:
+        assert relation["relatedSpdxElement"] in names, relation
+        if relation["relationshipType"] == "DYNAMIC_LINK":
+            linked.setdefault(names[relation["spdxElementId"]]["name"], set()).add(
+                names[relation["relatedSpdxElement"]]["name"])
+    assert linked["tandem-router"] >= {"libzmq5", "libmicrohttpd12", "libjansson4", "libsodium23", "libc6"}
+    assert "liblmdb0" in linked["tandem-kvstore"] and "liblmdb0" not in linked["tandem-router"]
+    debian = [p for p in names.values() if p["SPDXID"].startswith("SPDXRef-Package")]
+    assert all(p["versionInfo"] and p["externalRefs"] for p in debian), debian
 
 
 @test
