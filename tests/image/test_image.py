@@ -29,25 +29,31 @@ USER = 65532
 STEPS = 12
 END_S = 30  # the shortest grace period of deploy/k8s
 
-# A container by hand, since buildah can't make a root read-only: its own processes and mounts, a root
-# that nobody can write to, and a user without rights.
+# A container by hand, as a pod has it and buildah doesn't: processes and shared memory of its own, where
+# the program is process 1, a root that nobody can write to, and a user without rights.
 ENTER = r"""
 set -eu
-root=$1 tool=$2
-shift 2
+root=$1 tool=$2 volumes=$3
+shift 3
 mount --bind "$root" "$root"
 mount -t tmpfs -o size=64m,mode=1777 tmpfs "$root/tmp"
 mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys"
 mount --rbind /dev "$root/dev"
+mount -t tmpfs -o size=1g,mode=1777 tmpfs "$root/dev/shm"
 [ -z "$tool" ] || cp "$tool" "$root/tmp/tool"
+for volume in $volumes; do
+    mkdir -p "$root${volume#*:}"
+    mount --bind "${volume%%:*}" "$root${volume#*:}"
+done
 mount -o remount,bind,ro "$root"
 if touch "$root/written" 2>/dev/null; then
     echo 'the root can be written to' >&2
     exit 99
 fi
-exec chroot --userspec=65532:65532 --groups= "$root" "$@"
+exec setpriv --no-new-privs chroot --userspec=65532:65532 --groups= "$root" "$@"
 """
+CLEAN_ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 _storage = None
 _images = {}
 
@@ -66,6 +72,11 @@ def buildah_command(*arguments):
 
 def buildah(*arguments):
     return output(buildah_command(*arguments)).strip()
+
+
+def by_hand(root, command, tool="", volumes=()):
+    return ["unshare", "--mount", "--propagation", "private", "--ipc", "--pid", "--fork",
+            "--kill-child", "bash", "-c", ENTER, "enter", root, tool, " ".join(volumes), *command]
 
 
 class Image:
@@ -99,9 +110,7 @@ class Image:
 
     def run(self, *command, tool=""):
         """What a command says in a container by hand."""
-        return output(["unshare", "--mount", "--propagation", "private", "--ipc", "--pid", "--fork",
-                       "--kill-child", "bash", "-c", ENTER, "enter", self.root, tool, *command],
-                      env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+        return output(by_hand(self.root, command, tool), env=CLEAN_ENV)
 
 
 def image(name):
@@ -243,12 +252,12 @@ def test_ucx_finds_its_transports_in_the_image(options):
 
 
 class ImageCluster(Cluster):
-    """One process of each role, each in a container of its own by `buildah run`."""
+    """One process of each role, each in a container of its own."""
 
-    def __init__(self, options, env=()):
+    def __init__(self, options, command):
         super().__init__(options.bin)
         self.roles = ("router", "kvstore", "prefill", "decode")
-        self.container_env = [f"--env={value}" for value in env]
+        self.command_of = command  # of (container, volumes, command)
         self.launchers = {}  # id -> the buildah that runs it
         self.codes = {}  # id -> what it ended with
 
@@ -294,12 +303,11 @@ class ImageCluster(Cluster):
         log = self.path(f"{process_id}.log")
         with open(log, "wb") as file:
             self.launchers[process_id] = subprocess.Popen(
-                buildah_command("run", "--isolation", "chroot", "--cap-drop", "ALL",
-                                *self.container_env,
-                                "--volume", f"{os.path.dirname(MODEL)}:/models:ro",
-                                "--volume", f"{self.run_dir}:/run/tandem", container, "--",
-                                f"/usr/bin/tandem-{role}", *flags),
-                stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+                self.command_of(container, [f"{os.path.dirname(MODEL)}:/models",
+                                            f"{self.run_dir}:/run/tandem"],
+                                [f"/usr/bin/tandem-{role}", *flags]),
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=CLEAN_ENV,
+                start_new_session=True)
         self.processes[process_id] = {"id": process_id, "role": role, "log": log, "http": "",
                                       "container": container, "pid": 0}
         ready = self.path(f"{process_id}.ready")
@@ -314,7 +322,7 @@ class ImageCluster(Cluster):
         self.processes[process_id]["pid"] = self.pid_in_container(process_id)
 
     def pid_in_container(self, process_id):
-        """buildah's chroot isolation has no process namespace: it is one of this machine's."""
+        """Processes of containers are this machine's, too."""
         wanted = f"/run/tandem/{process_id}.ready".encode()
         for path in glob.glob("/proc/[0-9]*/cmdline"):
             try:
@@ -330,7 +338,7 @@ class ImageCluster(Cluster):
     def end_all(self):
         """SIGTERM to all of them at once, as when a cluster is deleted; their exit codes."""
         for process_id in self.processes:
-            # Not to buildah, which ends by it and leaves the program running.
+            # To the program itself, as a runtime does it, not to what has launched it.
             self.kill(process_id, signal.SIGTERM)
         deadline = time.monotonic() + END_S
         for process_id, launcher in self.launchers.items():
@@ -364,23 +372,37 @@ def traces():
     return found
 
 
-@test
-def test_i1_a_cluster_of_images_answers_as_one_process_and_ends_without_a_trace(options):
+def check_cluster(options, command, carrier):
     prompts = reference_prompts("v00", "v10", "v15", "v20")
     expected = one_process(options, prompts, STEPS)
     assert not traces(), traces()
-    for carrier, env in (("shm", ()), ("tcp", ("UCX_TLS=tcp",))):
-        with ImageCluster(options, env) as c:
-            assert [ask(c, ids, STEPS)[0] for ids in prompts] == expected
-            moved = c.metrics("decode-1")
-            assert moved[f'tandem_decode_transfer_bytes_total{{carrier="{carrier}"}}'] > 0, carrier
-            store = c.metrics("kvstore-1")
-            wait_until(lambda: c.metrics("kvstore-1")["tandem_kvstore_keys"] > 0, 10, "stored blocks")
-            assert store["tandem_kvstore_tier_degraded"] == 0
-            print(f"    {carrier}: io_uring {store['tandem_kvstore_tier_io_uring']:.0f}")
-            codes = c.end_all()
-            assert set(codes.values()) == {0}, codes
-            assert not traces(), traces()
+    with ImageCluster(options, command) as c:
+        assert [ask(c, ids, STEPS)[0] for ids in prompts] == expected
+        moved = c.metrics("decode-1")
+        assert moved[f'tandem_decode_transfer_bytes_total{{carrier="{carrier}"}}'] > 0, moved
+        wait_until(lambda: c.metrics("kvstore-1")["tandem_kvstore_keys"] > 0, 10, "stored blocks")
+        assert c.metrics("kvstore-1")["tandem_kvstore_tier_degraded"] == 0
+        codes = c.end_all()
+        assert set(codes.values()) == {0}, codes
+        assert not traces(), traces()
+
+
+@test
+def test_i1_a_cluster_run_by_buildah_answers_as_one_process_and_leaves_nothing(options):
+    """Its containers have this machine's shared memory, as nodes of one pod."""
+    def command(container, volumes, program):
+        mounts = [word for volume in volumes for word in ("--volume", volume)]
+        return buildah_command("run", "--isolation", "chroot", "--cap-drop", "ALL", *mounts,
+                               container, "--", *program)
+    check_cluster(options, command, "shm")
+
+
+@test
+def test_i1_a_cluster_on_read_only_roots_answers_as_one_process_and_leaves_nothing(options):
+    """As pods: each is process 1 of its own, and nothing is shared but the network."""
+    def command(container, volumes, program):
+        return by_hand(buildah("mount", container), program, volumes=volumes)
+    check_cluster(options, command, "tcp")
 
 
 if __name__ == "__main__":
