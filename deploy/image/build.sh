@@ -60,8 +60,9 @@ build() { # NAME DOCKERFILE
     logged buildah build --isolation chroot --layers --pull-never --timestamp "$timestamp" \
         --build-arg "BASE=$BASE" --build-arg "VERSION=$version" --build-arg "REVISION=$revision" \
         --file "$2" --tag "$1:$version" .
-    rm -f "$OUT/$1"-[0-9]*.tar* # of other versions, too
+    rm -f "$archive.partial"
     logged buildah push "$1:$version" "oci-archive:$archive.partial:$1:$version"
+    rm -f "$OUT/$1"-[0-9]*.tar # of other versions, too
     mv "$archive.partial" "$archive"
 }
 
