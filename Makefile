@@ -75,7 +75,8 @@ $(B)/libtandem.a: $(COMMON_SRC:%.c=$(B)/%.o) $(PROTO_SRC:$(GEN)/%.c=$(B)/gen/%.o
 -include $(shell find $(B) -name '*.d' 2>/dev/null)
 
 # --- what a user runs -----------------------------------------------------------------------
-.PHONY: setup model demo up down check install cleanroom bench sbom format check-layers chaos fuzz check-build
+.PHONY: setup model demo up down check install cleanroom bench sbom format check-layers chaos fuzz check-build image \
+        check-image
 setup:
 	@deploy/setup.sh
 model: setup
@@ -118,6 +119,16 @@ sbom: programs
 	@echo "build/sbom.spdx.json"
 cleanroom:
 	@deploy/cleanroom.sh
+# OCI archives in build/image, on machines without docker too. FRESH=1: base and packages anew.
+image:
+	@deploy/setup.sh --only buildah mmdebstrap
+	@deploy/image/build.sh $(VERSION) $(if $(filter-out 0,$(FRESH)),--fresh)
+# Not part of check: it takes minutes, root, and packages that nothing else needs.
+check-image: setup model
+	@deploy/setup.sh --only ucx-utils
+	@$(MAKE) --no-print-directory -j$(shell nproc) programs
+	@$(MAKE) --no-print-directory image
+	@python3 tests/run.py --image --bin $(BIN)
 check-layers:
 	@python3 tests/check_layers.py
 format:
@@ -133,5 +144,7 @@ help:
 	@echo "make fuzz       libFuzzer over every decoder of outside bytes (FUZZ_SECONDS=60 each)"
 	@echo "make install    programs, systemd units, manual page, samples (DESTDIR=, PREFIX=/usr/local)"
 	@echo "make sbom       what the programs are linked with, as an SPDX document in build/"
+	@echo "make image      OCI images of the programs and of etcd in build/image (as root; FRESH=1)"
+	@echo "make check-image  build the images, and run a cluster of them"
 	@echo "make cleanroom  run demo and check in a minimal Debian root"
 	@echo "make bench      all figures, a table and a plot in build/bench (PEERS=1: llama.cpp's too)"

@@ -52,6 +52,10 @@ int main(int argc, char **argv)
         (void)usage(stdout);
         return 0;
     }
+    if (argc == 2 && strcmp(argv[1], "--version") == 0) {
+        (void)puts("tandem-truncate " TD_VERSION);
+        return 0;
+    }
     if (argc != 5 || strcmp(argv[1], "--layers") != 0) {
         return usage(stderr);
     }

@@ -9,10 +9,10 @@
 # usage: deploy/cleanroom.sh [COMMAND]    (default: make demo && CI=true make check)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=deploy/debian.sh
+. deploy/debian.sh
 
-SUITE=bookworm
 INCLUDE=git,make,curl,ca-certificates
-BUNDLE=/etc/ssl/certs/ca-certificates.crt
 DEFAULT_COMMAND='make demo && CI=true make check'
 
 say() { printf 'cleanroom: %s\n' "$*"; }
@@ -54,35 +54,7 @@ named_paths() {
     } | tr ' \t=,:' '\n' | grep '^/[^/]' | sort -u || true
 }
 
-# Sources of apt, both forms.
-apt_sources() {
-    local file
-    for file in /etc/apt/sources.list /etc/apt/sources.list.d/*.list \
-        /etc/apt/sources.list.d/*.sources; do
-        if [[ -s $file ]]; then
-            printf '%s\n' "$file"
-        fi
-    done
-}
-
-apt_keys() {
-    local file
-    # Paths after Signed-By: (deb822) and signed-by= (one line).
-    apt_sources | while IFS= read -r file; do
-        sed -n 's/^[Ss]igned-[Bb]y:\(.*\)$/\1/p; s/.*\[[^]]*signed-by=\([^] ]*\).*/\1/p' "$file"
-    done | tr ' ,' '\n' | grep '^/' || true
-    find /etc/apt/trusted.gpg.d /etc/apt/keyrings -type f 2>/dev/null || true
-}
-
-# How apt reaches the world, as lines of apt.conf.
-apt_transport() { apt-config dump | grep -E '^Acquire::(http|https|ftp)::' || true; }
-
 # --- the root -------------------------------------------------------------------------------------
-
-copy_in() { # FILE: to the same place, followed if it is a link
-    mkdir -p "$root$(dirname "$1")"
-    cp -rL "$1" "$root$1"
-}
 
 mounted=()
 mount_in() { # TARGET MOUNT_ARGUMENTS...
@@ -106,43 +78,15 @@ finish() {
     rm -rf --one-file-system "$work"
 }
 
-bootstrap() {
-    local -a sources options=()
-    local line
-    mapfile -t sources < <(apt_sources)
-    if [[ ${#sources[@]} -eq 0 ]] || ! grep -q "VERSION_CODENAME=$SUITE" /etc/os-release; then
-        sources=() # not this Debian: mmdebstrap's own default
-    fi
-    while IFS= read -r line; do
-        options+=("--aptopt=${line%;}")
-    done < <(apt_transport)
-    say "1/4 minimal Debian $SUITE (${INCLUDE//,/ })"
-    if ! mmdebstrap --variant=minbase --mode=root --quiet --include="$INCLUDE" \
-        ${options[@]+"${options[@]}"} "$SUITE" "$root" ${sources[@]+"${sources[@]}"} \
-        >"$work/log" 2>&1 </dev/null; then
-        tail -n 20 "$work/log" >&2
-        fail 'mmdebstrap failed (above)'
-    fi
-    if [[ ${#sources[@]} -gt 0 ]]; then
-        rm -f "$root"/etc/apt/sources.list "$root"/etc/apt/sources.list.d/*
-        for line in "${sources[@]}"; do copy_in "$line"; done
-        while IFS= read -r line; do copy_in "$line"; done < <(apt_keys)
-    fi
-}
-
 bring_host_settings() {
     local path
     say "2/4 the host's package sources, pip settings, certificates and name resolution"
     for path in /etc/resolv.conf /etc/hosts; do
         rm -f "$root$path"
-        copy_in "$path"
+        copy_into "$root" "$path"
     done
-    while IFS= read -r path; do copy_in "$path"; done < <(pip_files)
-    if compgen -G '/usr/local/share/ca-certificates/*' >/dev/null; then
-        cp -rL /usr/local/share/ca-certificates/. "$root/usr/local/share/ca-certificates/"
-        chroot "$root" update-ca-certificates >"$work/log" 2>&1 || cat "$work/log" >&2
-    fi
-    [[ ! -f $BUNDLE ]] || copy_in "$BUNDLE"
+    while IFS= read -r path; do copy_into "$root" "$path"; done < <(pip_files)
+    bring_certificates "$root" "$work/log"
     mount_in /proc -t proc proc
     mount_in /sys --rbind --make-rslave /sys
     mount_in /dev --bind /dev
@@ -152,7 +96,7 @@ bring_host_settings() {
         if [[ -d $path ]]; then
             mount_in "$path" --bind -o ro "$path"
         elif [[ -f $path ]]; then
-            copy_in "$path"
+            copy_into "$root" "$path"
         fi
     done < <(named_paths)
 }
@@ -182,8 +126,7 @@ if [[ $(id -u) -ne 0 ]]; then
 fi
 if [[ ${1:-} != --inside ]]; then
     if ! command -v mmdebstrap >/dev/null; then
-        say 'installing mmdebstrap'
-        apt-get update -qq && apt-get install -y -qq --no-install-recommends mmdebstrap >/dev/null
+        deploy/setup.sh --only mmdebstrap
     fi
     # Mounts and processes of a name space end with it, however this script ends.
     exec unshare --mount --propagation private --pid --fork --kill-child --mount-proc \
@@ -195,6 +138,7 @@ work=$(mktemp -d "${TMPDIR:-$PWD/build}/cleanroom.XXXXXX")
 root=$work/root
 trap finish EXIT
 trap 'exit 130' INT TERM HUP
-bootstrap
+say "1/4 minimal Debian $SUITE (${INCLUDE//,/ })"
+make_debian "$root" "$INCLUDE" "$work/log"
 bring_host_settings
 enter "${1:-$DEFAULT_COMMAND}"

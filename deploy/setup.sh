@@ -2,17 +2,21 @@
 # Installs what building and testing Tandem needs on Debian 12, and further packages that are named.
 # Does nothing, and touches no network, when all of it is there.
 #
-# usage: deploy/setup.sh [PACKAGE...]
+# usage: deploy/setup.sh [--programs | --only] [PACKAGE...]
+#   --programs  what compiling the programs needs, nothing for tests
+#   --only      nothing but the packages that are named
 set -euo pipefail
 
 PACKAGES=(gcc make pkg-config protobuf-compiler protobuf-c-compiler libprotobuf-c-dev libucx-dev
     libzmq3-dev libsodium-dev libmicrohttpd-dev libgnutls28-dev libjansson-dev libpcre2-dev libutf8proc-dev libcyaml-dev
-    libyaml-dev libxxhash-dev liburing-dev liblmdb-dev libcurl4-openssl-dev libcmocka-dev etcd-server
-    python3 python3-pip python3-venv procps iproute2 ca-certificates curl)
+    libyaml-dev libxxhash-dev liburing-dev liblmdb-dev libcurl4-openssl-dev)
+TEST_PACKAGES=(libcmocka-dev etcd-server python3 python3-pip python3-venv procps iproute2
+    ca-certificates curl)
 # Oldest versions that Tandem is tested with: those of Debian 12.
 MINIMUMS=(ucx:1.13 libzmq:4.3 libprotobuf-c:1.4 libsodium:1.0.18 libmicrohttpd:0.9.75 gnutls:3.7 jansson:2.14
     libpcre2-8:10.40 libutf8proc:2.6 libcyaml:1.3 yaml-0.1:0.2 libxxhash:0.8
-    liburing:2.3 lmdb:0.9.24 libcurl:7.88 cmocka:1.1.5)
+    liburing:2.3 lmdb:0.9.24 libcurl:7.88)
+TEST_MINIMUMS=(cmocka:1.1.5)
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() {
@@ -43,6 +47,7 @@ check_versions() {
             bad=1
         fi
     done
+    [[ $with_tests -eq 1 ]] || return "$bad"
     got=$(etcd --version 2>/dev/null | sed -n 's/^etcd Version: //p') || got=''
     if [[ $(printf '%s\n' "$OLDEST_ETCD" "$got" | sort -V | head -n 1) != "$OLDEST_ETCD" ]]; then
         printf 'setup: error: etcd %s or newer is needed, found: %s\n' "$OLDEST_ETCD" "${got:-none}" >&2
@@ -101,6 +106,18 @@ install_packages() {
 
 main() {
     local -a missing
+    local with_tests=1
+    case ${1:-} in
+    --programs) with_tests=0 ;;
+    --only) with_tests=0 PACKAGES=() MINIMUMS=() ;;
+    -*) fail "unknown option '$1'" ;;
+    *) set -- all "$@" ;;
+    esac
+    shift
+    if [[ $with_tests -eq 1 ]]; then
+        PACKAGES+=("${TEST_PACKAGES[@]}")
+        MINIMUMS+=("${TEST_MINIMUMS[@]}")
+    fi
     PACKAGES+=("$@")
     if ! command -v dpkg-query >/dev/null; then
         fail "this script knows Debian only. Install with your system's tools: ${PACKAGES[*]}"

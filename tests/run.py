@@ -4,7 +4,7 @@
 One line for each file, the output of those that failed at the end, and last the line
 "N passed, N failed". Exit code 1 on any failure, and when no test ran.
 
-usage: tests/run.py [--bin DIR] [--san SANITIZERS] [--only TEXT] [-v]
+usage: tests/run.py [--bin DIR] [--san SANITIZERS] [--only TEXT] [--image] [-v]
 """
 import argparse
 import collections
@@ -147,14 +147,18 @@ def judge(outcome, code, limit_s):
 def test_files(args):
     """(path, command, limit in seconds) of every file, in running order."""
     found = []
-    for pattern in ("unit/*/test_*", "fault/fault_*", "fuzz/fuzz_*"):
+    scripts = ["tests/e2e/reference.py"]
+    folders = ("e2e", "clients", "chaos")
+    patterns = ("unit/*/test_*", "fault/fault_*", "fuzz/fuzz_*")
+    if args.image:
+        scripts, folders, patterns = [], ("image",), ()
+    for pattern in patterns:
         for path in sorted(glob.glob(os.path.join(args.bin, "tests", pattern))):
             if os.path.isfile(path) and os.access(path, os.X_OK) and not path.endswith(".o"):
                 slow = args.san or SLOW.search(path)
                 found.append((path, [os.path.abspath(path)],
                               SLOW_LIMIT_S if slow else UNIT_LIMIT_S))
-    scripts = ["tests/e2e/reference.py"]
-    for folder in ("e2e", "clients", "chaos"):
+    for folder in folders:
         scripts += sorted(glob.glob(f"tests/{folder}/test_*.py"))
     limit_s = SCRIPT_SAN_LIMIT_S if args.san else SCRIPT_LIMIT_S
     for path in scripts:
@@ -245,6 +249,8 @@ def main():
     parser.add_argument("--bin", default="build/test/bin", help="programs and tests/ [%(default)s]")
     parser.add_argument("--san", default="", help="sanitizers the programs were built with")
     parser.add_argument("--only", default="", help="only files whose path holds this text")
+    parser.add_argument("--image", action="store_true",
+                        help="the tests of the images that make image has made, and nothing else")
     parser.add_argument("-v", action="store_true", dest="verbose", help="show output as it comes")
     args = parser.parse_args()
     os.chdir(ROOT)

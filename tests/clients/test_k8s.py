@@ -35,18 +35,33 @@ def kubectl_is_new():
     return found is not None and int(found.group(1)) >= 27
 
 
+def monitored(folder, overlay):
+    """The same overlay, with the component that is for clusters that have the Prometheus operator."""
+    path = os.path.join(folder, "overlays", overlay, "kustomization.yaml")
+    with open(path, encoding="utf-8") as file:
+        parsed = yaml.safe_load(file)
+    parsed["components"].append("../../components/monitor")
+    with open(path, "w", encoding="utf-8") as file:
+        yaml.safe_dump(parsed, file)
+
+
 def objects(overlay):
-    """All of an overlay, built by kustomize in a copy of the folder that has the secrets."""
+    """All of an overlay, built by kustomize in a copy of the folder that has the secrets.
+
+    "OVERLAY+monitor": with its metrics collected."""
     if not kubectl_is_new():
         raise Skip("kubectl 1.27 or newer is needed")
     if overlay not in _built:
         with tempfile.TemporaryDirectory() as folder:
             copy = os.path.join(folder, "k8s")
             shutil.copytree(K8S, copy)
+            wanted, plus, _ = overlay.partition("+")
+            if plus:
+                monitored(copy, wanted)
             for name, content in (("cluster.secret", os.urandom(32)), ("api.keys", b"sk-test\n")):
-                with open(os.path.join(copy, "overlays", overlay, name), "wb") as file:
+                with open(os.path.join(copy, "overlays", wanted, name), "wb") as file:
                     file.write(content)
-            done = subprocess.run(["kubectl", "kustomize", os.path.join(copy, "overlays", overlay)],
+            done = subprocess.run(["kubectl", "kustomize", os.path.join(copy, "overlays", wanted)],
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False)
             assert done.returncode == 0, done.stderr.decode()[:2000]
             assert b"deprecated" not in done.stderr, done.stderr.decode()
@@ -240,6 +255,76 @@ def test_names_and_selectors_meet(options):
         for policy in policies:
             for rule in policy["spec"].get("ingress", []):
                 assert "from" in rule or [port["port"] for port in rule["ports"]] == ["http"], policy
+
+
+def matches(selector, labels):
+    for rule in selector.get("matchExpressions", []):
+        assert rule["operator"] == "In", rule
+        if labels.get(rule["key"]) not in rule["values"]:
+            return False
+    return selector["matchLabels"].items() <= labels.items()
+
+
+@test
+def test_each_pod_of_ours_is_monitored_once(options):
+    """The operator's own objects have no schema here: these fields are what we use of them."""
+    c = shared(options, prefill=1, decode=1, kvstore=1, etcd=True)
+    process = {"router": "router", "prefill": "prefill-1", "decode": "decode-1",
+               "kvstore": "kvstore-1"}
+    for overlay in OVERLAYS:
+        monitors = of_kind(overlay + "+monitor", "ServiceMonitor")
+        assert len(monitors) == 1 and not of_kind(overlay, "ServiceMonitor")
+        monitor = monitors[0]
+        assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+        assert monitor["metadata"]["namespace"] == "tandem"  # it selects services of its own namespace
+        assert set(monitor["spec"]) == {"selector", "endpoints"}
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert set(endpoint) == {"port", "path", "interval"}
+        assert re.fullmatch(r"\d+s", endpoint["interval"])
+        targets = []
+        for service in of_kind(overlay + "+monitor", "Service"):
+            kubernetes_validate.validate(service, SCHEMAS, strict=True)
+            ports = [port for port in service["spec"]["ports"] if port["name"] == endpoint["port"]]
+            if not ports or not matches(monitor["spec"]["selector"], service["metadata"]["labels"]):
+                continue
+            for each in workloads(overlay + "+monitor"):
+                template = each["spec"]["template"]
+                labels = template["metadata"]["labels"]
+                if not service["spec"]["selector"].items() <= labels.items():
+                    continue
+                role = component(labels)
+                targets.append(role)
+                assert ports[0]["targetPort"] in named_ports(template["spec"]["containers"][0])
+                said = c.request("GET", endpoint["path"], to=process[role], check=True)
+                assert f"tandem_{role}_".encode() in said.body
+        roles = {role for role, _, _ in pods(overlay)} - {"etcd"}
+        assert sorted(targets) == sorted(roles), (overlay, targets)
+
+
+@test
+def test_alerts_become_rules_of_the_operator(options):
+    done = subprocess.run([os.path.join(K8S, "components/monitor/rules.sh")],
+                          stdout=subprocess.PIPE, check=True)
+    (rule,) = yaml.safe_load_all(done.stdout)
+    assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    with open(os.path.join(ROOT, "deploy/monitoring/rules.yaml"), encoding="utf-8") as file:
+        assert rule["spec"] == yaml.safe_load(file)
+
+
+@test
+def test_versions_are_one(options):
+    """What the programs say, what images are labelled with, and what the overlays want."""
+    said = subprocess.run([os.path.join(options.bin, "tandem-router"), "--version"],
+                          stdout=subprocess.PIPE, check=True).stdout.decode()
+    version = re.search(r"\d+\.\d+\.\d+", said).group(0)
+    for name in ("Dockerfile", "etcd.Dockerfile"):
+        with open(os.path.join(ROOT, "deploy/image", name), encoding="utf-8") as file:
+            text = file.read()
+        assert set(re.findall(r"ARG VERSION=(\S+)|-t \S+:(\S+)", text)) == \
+            {(version, ""), ("", version)}, name
+    for overlay in OVERLAYS:
+        for role, _, container in pods(overlay):
+            assert container["image"].endswith(f":{version}"), (overlay, role)
 
 
 if __name__ == "__main__":

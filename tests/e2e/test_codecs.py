@@ -1,49 +1,38 @@
 """KV codecs through the whole cluster: bit-equal to one process, cold, again and from caches; and who
 stores KV another way is refused."""
-import json
 import os
 import subprocess
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import ROOT, Cluster, main, test
+from cluster import Cluster, main, test
+from one_process import MODEL, ask, one_process, reference_prompts
 
-MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 STEPS = 12
 BYTES_PER_TOKEN = {"f16": 23040, "f8_e4m3": 12240, "i8": 12240, "f4_e2m1": 6480}
 
 
 def prompts():
     """id lists: under a block, and several blocks with a partial one."""
-    with open(os.path.join(ROOT, "tests/data/reference_smollm2.jsonl"), encoding="utf-8") as file:
-        jobs = [json.loads(line) for line in file]
-    return [job["ids"] for job in jobs if job["id"] in ("v00", "v10", "v15", "v20")]
+    return reference_prompts("v00", "v10", "v15", "v20")
 
 
-def one_process(options, codec):
-    """[(ids, hashes)] of tandem-bench eval, in a single process."""
-    jobs = "".join(json.dumps({"id": str(i), "ids": ids, "gen": STEPS, "topk": 0, "hashes": True})
-                   + "\n" for i, ids in enumerate(prompts()))
-    out = subprocess.run([os.path.join(options.bin, "tandem-bench"), "eval", "--model", MODEL,
-                          "--threads", "2", "--kv-codec", codec],
-                         input=jobs, capture_output=True, text=True, check=True)
-    results = [json.loads(line) for line in out.stdout.splitlines()]
-    return [(result["greedy"], result["logits_xxh"]) for result in results]
+def computed(options, codec):
+    return one_process(options, prompts(), STEPS, "--kv-codec", codec)
 
 
 def ask_all(cluster, **parameters):
     """[(ids, hashes)] of greedy completions, and how many prompt tokens came from caches."""
     answers, cached = [], 0
     for ids in prompts():
-        reply = cluster.complete(ids, max_tokens=STEPS, temperature=0, **parameters)
-        tandem = reply.json["tandem"]
-        answers.append((tandem["tokens"][0], tandem["logits_xxh"][0]))
-        cached += reply.usage["prompt_tokens_details"]["cached_tokens"]
+        answer, known = ask(cluster, ids, STEPS, **parameters)
+        answers.append(answer)
+        cached += known
     return answers, cached
 
 
 def check_codec(options, codec):
-    expected = one_process(options, codec)
+    expected = computed(options, codec)
     with Cluster(options.bin, prefill=2, decode=2, kv_codec=codec,
                  router_args=["--allow-placement"]) as c:
         for node in ("prefill-1", "decode-2"):
@@ -68,12 +57,12 @@ def check_codec(options, codec):
 
 @test
 def test_i1_i8_blocks_through_the_cluster(options):
-    assert check_codec(options, "i8") != one_process(options, "f16"), "the codec is used"
+    assert check_codec(options, "i8") != computed(options, "f16"), "the codec is used"
 
 
 @test
 def test_i1_f8_blocks_through_the_cluster(options):
-    assert check_codec(options, "f8_e4m3") != one_process(options, "i8")
+    assert check_codec(options, "f8_e4m3") != computed(options, "i8")
 
 
 @test
@@ -86,7 +75,7 @@ def test_i1_codec_from_the_environment(options):
     """local.sh without --kv-codec leaves the choice to the programs' other sources."""
     with Cluster(options.bin, kvstore=0, router_args=["--allow-placement"],
                  env={"TANDEM_KV_CODEC": "i8"}) as c:
-        assert ask_all(c)[0] == one_process(options, "i8")
+        assert ask_all(c)[0] == computed(options, "i8")
 
 
 @test

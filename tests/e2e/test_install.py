@@ -60,6 +60,9 @@ def test_what_is_installed_is_whole(options):
             text = subprocess.run([it.path("bin", program), "--help"], stdout=subprocess.PIPE,
                                   check=True).stdout.decode()
             assert program in text, (program, text)
+            if program != "tandem-bench":
+                subprocess.run([it.path("bin", program), "--version"], stdout=subprocess.DEVNULL,
+                               check=True)
         assert len(it.units()) == 4
         for path in ("share/man/man1/tandemctl.1", "share/bash-completion/completions/tandemctl",
                      "lib/sysusers.d/tandem.conf", "share/doc/tandem/LICENSE"):

@@ -1,15 +1,14 @@
 """Windows and strides through the whole cluster: bit-equal to one process that keeps every block, cold,
 from caches, after giving way, and in pools far smaller than the stream."""
-import json
 import os
 import subprocess
 import sys
 import threading
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import ROOT, Cluster, main, run_together, test
+from cluster import Cluster, main, run_together, test
+from one_process import MODEL, ask, one_process
 
-MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 BLOCK_BYTES = 368640  # 16 tokens of the quick start's model
 STATES = ("free", "reserved", "cached", "active", "quarantined")
 
@@ -19,25 +18,9 @@ def prompt_ids(count, first=0):
     return [1000 + (first + i * 7919) % 40000 for i in range(count)]
 
 
-def one_process(options, attention, prompts, steps, context_max=0):
-    """[(ids, hashes)] of tandem-bench eval, which never gives a block up."""
-    jobs = "".join(json.dumps({"id": str(i), "ids": ids, "gen": steps, "topk": 0, "hashes": True}) + "\n"
-                   for i, ids in enumerate(prompts))
-    command = [os.path.join(options.bin, "tandem-bench"), "eval", "--model", MODEL, "--threads", "2",
-               "--attention", attention]
-    if context_max:
-        command += ["--context-max", str(context_max)]
-    out = subprocess.run(command, input=jobs, capture_output=True, text=True, check=True)
-    results = [json.loads(line) for line in out.stdout.splitlines()]
-    return [(result["greedy"], result["logits_xxh"]) for result in results]
-
-
-def ask(c, ids, steps, **parameters):
-    """(ids, hashes) of a greedy completion, and how many prompt tokens came from caches."""
-    reply = c.complete(ids, max_tokens=steps, temperature=0, **parameters)
-    tandem = reply.json["tandem"]
-    return ((tandem["tokens"][0], tandem["logits_xxh"][0]),
-            reply.usage["prompt_tokens_details"]["cached_tokens"])
+def computed(options, attention, prompts, steps, context_max=0):
+    flags = ["--context-max", str(context_max)] if context_max else []
+    return one_process(options, prompts, steps, "--attention", attention, *flags)
 
 
 def blocks(c, node):
@@ -73,8 +56,8 @@ class Peak:
 def test_i1_a_stream_through_a_pool_far_smaller_than_it(options):
     # 1,400 tokens are 88 blocks; a window of 256 and a chunk of 128 touch 25, a window alone 17.
     ids, steps = prompt_ids(900), 500
-    expected = one_process(options, "window:256", [ids, ids + [5]], steps)
-    assert expected[0] != one_process(options, "full", [ids], steps)[0], "the window is used"
+    expected = computed(options, "window:256", [ids, ids + [5]], steps)
+    assert expected[0] != computed(options, "full", [ids], steps)[0], "the window is used"
     with Cluster(options.bin, prefill=2, decode=2, attention="window:256",
                  prefill_args=["--chunk-tokens", "128", "--kv-memory", str(42 * BLOCK_BYTES)],
                  decode_args=["--kv-memory", str(22 * BLOCK_BYTES)],
@@ -107,7 +90,7 @@ def test_i1_a_stream_through_a_pool_far_smaller_than_it(options):
 def test_i1_strides_and_sinks_through_the_cluster(options):
     ids, steps = prompt_ids(300, 77), 60
     for attention in ("strided:64,64,8", "window:48,4"):
-        expected = one_process(options, attention, [ids], steps)[0]
+        expected = computed(options, attention, [ids], steps)[0]
         with Cluster(options.bin, kvstore=0, attention=attention,
                      prefill_args=["--chunk-tokens", "50"], router_args=["--allow-placement"]) as c:
             assert ask(c, ids, steps) == (expected, 0)
@@ -129,7 +112,7 @@ def test_i1_strides_and_sinks_through_the_cluster(options):
 @test
 def test_i1_a_context_longer_than_the_models(options):
     ids, steps = prompt_ids(8300), 6
-    expected = one_process(options, "window:128", [ids], steps, context_max=9000)[0]
+    expected = computed(options, "window:128", [ids], steps, context_max=9000)[0]
     with Cluster(options.bin, kvstore=0, attention="window:128", context_max=9000,
                  kv_memory=str(40 * BLOCK_BYTES), router_args=["--allow-placement"]) as c:
         assert ask(c, ids, steps) == (expected, 0)
@@ -156,7 +139,7 @@ def test_i1_requests_give_way_and_come_back_under_a_window(options):
             answers[index] = one(c, index)
         run_together([(index,) for index in range(8)], run)
         assert c.metrics("decode-1")["tandem_decode_preemptions_total"] > 0
-        expected = one_process(options, "window:64", [prompt_ids(10 + i, i) for i in range(8)], 150)
+        expected = computed(options, "window:64", [prompt_ids(10 + i, i) for i in range(8)], 150)
         assert answers == expected
         c.wait_at_rest(["decode-1"], 10)
 

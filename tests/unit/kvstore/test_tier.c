@@ -7,14 +7,18 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mount.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -976,6 +980,66 @@ static void test_tier_file_size_limit(void **state)
     assert_int_equal(WEXITSTATUS(how), 0);
 }
 
+/* As a container's system call filter refuses it, of this process from now on. */
+static int refuse_call(uint32_t call, uint32_t error)
+{
+    struct sock_filter rules[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = {.len = TD_ARRAY_LEN(rules), .filter = rules};
+
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) {
+        return -1;
+    }
+    return prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program);
+}
+
+/* Blocks are written, found after a restart and read without io_uring: forbidden from the start
+ * (EPERM in a container, ENOSYS of an old kernel), or only when it is used. */
+static void test_tier_without_io_uring_uses_pread(void **state)
+{
+    world_t *w = *state;
+    static const struct {
+        uint32_t call;
+        uint32_t error;
+    } refusals[] = {{SYS_io_uring_setup, EPERM},
+                    {SYS_io_uring_setup, ENOSYS},
+                    {SYS_io_uring_enter, EPERM}};
+
+    close_tier(w);
+    for (uint32_t i = 0; i < TD_ARRAY_LEN(refusals); i++) {
+        int how = 0;
+        pid_t child = fork();
+        assert_true(child >= 0);
+        if (child == 0) { /* a filter can't be taken back */
+            bool ok = true;
+            if (refuse_call(refusals[i].call, refusals[i].error) != 0) {
+                _exit(77);
+            }
+            open_tier(w);
+            for (uint32_t n = 0; n < SLOTS / 2; n++) {
+                ok = ok && put_status(w, i * SLOTS + n) == TD_OK;
+            }
+            reopen(w);
+            for (uint32_t n = 0; n < SLOTS / 2; n++) {
+                ok = ok && get(w, i * SLOTS + n) == TD_OK;
+            }
+            ok = ok && metric(w, "io_uring") == 0 && metric(w, "degraded") == 0;
+            close_tier(w);
+            _exit(ok ? 0 : 1);
+        }
+        assert_int_equal(waitpid(child, &how, 0), child);
+        assert_true(WIFEXITED(how));
+        if (WEXITSTATUS(how) == 77) {
+            skip();
+        }
+        assert_int_equal(WEXITSTATUS(how), 0);
+    }
+}
+
 static void test_tier_create_without_memory(void **state)
 {
     world_t *w = *state;
@@ -1034,6 +1098,7 @@ int main(void)
         TIER_TEST(test_tier_killed_at_every_step),
         TIER_TEST(test_tier_killed_at_any_time),
         TIER_TEST(test_i6_tier_stuck_disk_holds_up_nobody),
+        TIER_TEST(test_tier_without_io_uring_uses_pread),
         TIER_TEST(test_tier_create_without_memory),
     };
     td_log_init("test", getenv("TD_TEST_LOG") == NULL ? TD_LOG_LEVEL_ERROR : TD_LOG_LEVEL_INFO);
