@@ -10,7 +10,7 @@ set -euo pipefail
 PACKAGES=(gcc make pkg-config protobuf-compiler protobuf-c-compiler libprotobuf-c-dev libucx-dev
     libzmq3-dev libsodium-dev libmicrohttpd-dev libgnutls28-dev libjansson-dev libpcre2-dev libutf8proc-dev libcyaml-dev
     libyaml-dev libxxhash-dev liburing-dev liblmdb-dev libcurl4-openssl-dev)
-TEST_PACKAGES=(libcmocka-dev etcd-server python3 python3-pip python3-venv procps iproute2
+TEST_PACKAGES=(libcmocka-dev etcd-server python3 python3-pip python3-venv procps iproute2 openssl
     ca-certificates curl)
 # Oldest versions that Tandem is tested with: those of Debian 12.
 MINIMUMS=(ucx:1.13 libzmq:4.3 libprotobuf-c:1.4 libsodium:1.0.18 libmicrohttpd:0.9.75 gnutls:3.7 jansson:2.14
