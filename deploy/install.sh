@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts Tandem below DESTDIR, for PREFIX: programs, systemd units, the user they run as, manual page,
-# completion, sample configurations. Called by make install.
+# Puts Tandem below DESTDIR, for PREFIX: programs, systemd units, the user they run as, manual pages,
+# completion, guides, sample configurations. Called by make install.
 set -euo pipefail
 
 [[ $# -eq 3 && -d $1 && $3 == /* ]] || {
@@ -22,6 +22,16 @@ for unit in "$top"/deploy/systemd/*.service; do
 done
 install -D -m 0644 "$top/deploy/systemd/tandem.sysusers" "$root/lib/sysusers.d/tandem.conf"
 install -D -m 0644 "$top/deploy/tandemctl.1" "$root/share/man/man1/tandemctl.1"
+for program in "${programs[@]}"; do
+    page=$root/share/man/man1/$program.1
+    if [[ $program != tandemctl ]]; then
+        "$top/deploy/man.sh" "$bin/$program" | sed "s|@PREFIX@|$prefix|g" >"$page"
+        chmod 0644 "$page"
+    fi
+done
+for guide in OPERATIONS SECURITY ADMIN; do
+    install -D -m 0644 "$top/deploy/$guide.md" "$root/share/doc/tandem/$guide.md"
+done
 install -D -m 0644 "$top/deploy/tandemctl.bash" "$root/share/bash-completion/completions/tandemctl"
 install -D -m 0644 "$top/README.md" "$root/share/doc/tandem/README.md"
 install -D -m 0644 "$top/LICENSE" "$root/share/doc/tandem/LICENSE"

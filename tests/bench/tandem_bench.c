@@ -179,6 +179,10 @@ int main(int argc, char **argv)
         print_help(stdout);
         return BENCH_EXIT_OK;
     }
+    if (strcmp(argv[1], "--version") == 0) {
+        (void)puts("tandem-bench " TD_VERSION);
+        return BENCH_EXIT_OK;
+    }
     for (size_t i = 0; i < TD_ARRAY_LEN(commands); i++) {
         if (strcmp(argv[1], commands[i].name) == 0) {
             return commands[i].run(argc - 1, argv + 1);

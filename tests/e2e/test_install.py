@@ -85,6 +85,24 @@ def test_programs_are_hardened(options):
 
 
 @test
+def test_every_program_has_a_page_with_all_its_options(options):
+    with Installed(options) as it:
+        for program in os.listdir(it.path("bin")):
+            with open(it.path("share/man/man1", f"{program}.1"), encoding="utf-8") as file:
+                page = file.read().replace("\\-", "-")
+            said = subprocess.run([it.path("bin", program), "--help"], stdout=subprocess.PIPE,
+                                  check=True).stdout.decode()
+            missing = [o for o in re.findall(r"^ +(--[a-z][a-z-]*)", said, re.M) if o not in page]
+            assert not missing, (program, missing)
+            assert page.startswith(".TH ") and ".SH SYNOPSIS" in page and "@PREFIX@" not in page
+
+
+@test
+def test_the_admin_reference_is_what_the_proto_says(options):
+    subprocess.run([sys.executable, os.path.join(ROOT, "deploy/admin_doc.py"), "--check"], check=True)
+
+
+@test
 def test_sbom_names_what_programs_are_linked_with(options):
     programs = [os.path.join(options.bin, f"tandem-{role}") for role in ("router", "decode", "kvstore")]
     done = subprocess.run([sys.executable, os.path.join(ROOT, "deploy/sbom.py"), *programs],

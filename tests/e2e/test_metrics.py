@@ -137,6 +137,27 @@ def test_every_alert_has_its_line_in_the_runbook(options):
 
 
 @test
+def test_the_guides_speak_of_what_there_is(options):
+    """Series and options that the operations guide and the threat model name."""
+    with open(os.path.join(FOLDER, "METRICS.md"), encoding="utf-8") as file:
+        known = set(re.findall(r"`(tandem_[a-z_]+)", file.read()))
+    said = ""
+    for program in ("router", "prefill", "decode", "kvstore", "sim"):
+        said += subprocess.run([os.path.join(options.bin, f"tandem-{program}"), "--help"],
+                               stdout=subprocess.PIPE, check=True).stdout.decode()
+    for command in (["tandemctl"], ["tandem-bench", "serve"], ["tandem-train-heads"]):
+        said += subprocess.run([os.path.join(options.bin, command[0]), *command[1:], "--help"],
+                               stdout=subprocess.PIPE, check=True).stdout.decode()
+    flags = set(re.findall(r"--[a-z][a-z-]*", said))
+    for name in ("OPERATIONS.md", "SECURITY.md", "monitoring/runbook.md"):
+        with open(os.path.join(os.path.dirname(FOLDER), name), encoding="utf-8") as file:
+            text = file.read()
+        wrong = {s for s in re.findall(r"`(tandem_[a-z_]+)", text) if s not in known}
+        wrong |= {f for f in re.findall(r"--[a-z][a-z-]+", text) if f not in flags and f != "--etcd-"}
+        assert not wrong, (name, wrong)
+
+
+@test
 def test_prometheus_takes_the_rules(options):
     if shutil.which("promtool") is None:
         raise Skip("promtool is needed (Debian's package prometheus)")
