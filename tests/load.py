@@ -94,12 +94,14 @@ class Load:
     requests: bodies whose answers depend on nothing else. Half of the clients begin with either router.
     A client whose router falls asks the other one; every other error is a failure."""
 
-    def __init__(self, cluster, requests, clients=6, salts=4, routers=ROUTERS, elsewhere=()):
+    def __init__(self, cluster, requests, clients=6, salts=4, fresh=0.0, routers=ROUTERS,
+                 elsewhere=()):
         self.cluster = cluster
         self.requests = list(requests)
         self.routers = routers
         self.elsewhere = elsewhere
         self.salts = salts
+        self.fresh = fresh  # share of requests whose prompts nobody has
         self.count = clients
         self.expected = []
         self.answered = 0  # counts, so that nothing is lost where one thread overtakes another
@@ -129,7 +131,10 @@ class Load:
         draw = random.Random(number)
         while not self.done.is_set():
             which = draw.randrange(len(self.requests))
-            got = self.ask_any(number, which, f"load{draw.randrange(self.salts)}")
+            salt = f"load{draw.randrange(self.salts)}"
+            if draw.random() < self.fresh:
+                salt = f"fresh{number}-{draw.getrandbits(64)}"
+            got = self.ask_any(number, which, salt)
             assert got == self.expected[which], (which, got, self.expected[which])
             with self._lock:
                 self.answered += 1
@@ -203,12 +208,14 @@ AT_REST = {
                 *(f"tandem_kvstore_{series}" for series in (BLOCKS[0], BLOCKS[2])))}
 
 
-def mixed_requests():
+def mixed_requests(tokens=(40, 60, 90)):
     """Streams and whole answers, several choices, log-probabilities, prompts of one block to many."""
     for number, prompt in enumerate(
             "A walk along the canal takes an hour, and the bridges have names. " * repeat
             for repeat in (2, 9, 20)):
-        yield {"prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
-        yield {"prompt": prompt, "max_tokens": 60, "temperature": 0.9, "seed": number, "n": 2}
-        yield {"prompt": prompt, "max_tokens": 90, "temperature": 0.7, "seed": 50 + number,
+        yield {"prompt": prompt, "max_tokens": tokens[0], "temperature": 0,
+               "stream": True}
+        yield {"prompt": prompt, "max_tokens": tokens[1], "temperature": 0.9, "seed": number,
+               "n": 2}
+        yield {"prompt": prompt, "max_tokens": tokens[2], "temperature": 0.7, "seed": 50 + number,
                "logprobs": 1, "stream": True}

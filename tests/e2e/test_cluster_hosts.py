@@ -30,7 +30,8 @@ class Whole(HostCluster):
 
     def __init__(self, options):
         super().__init__(options, routers=2, prefill=2, decode=2, kvstore=3, etcd=3, args=ARGS)
-        self.load = Load(self, mixed_requests(), clients=5)
+        self.load = Load(self, mixed_requests(tokens=(10, 14, 24)), clients=3, salts=2,
+                         fresh=0.4)
         self.salts = 0
 
     def salt(self):
@@ -47,6 +48,13 @@ class Whole(HostCluster):
                     outcome = name.split('"')[1]
                     total[outcome] = total.get(outcome, 0) + int(value)
         return total
+
+    def names_routers(self):
+        """Whether etcd does, if it answers at all."""
+        try:
+            return self.in_etcd() == sorted(ROUTERS)
+        except OSError:
+            return False
 
     def sum_of(self, series, role):
         return sum(self.metrics(i)[series] for i in self.ids(role) if self.alive(i))
@@ -132,7 +140,7 @@ def test_i9_nodes_join_and_leave_under_load(options):
         for process_id in new:
             role = process_id.split("-")[0]
             served = f'tandem_{role}_requests_total{{outcome="ok"}}'
-            wait_until(lambda: c.metrics(process_id)[served] > 2, 30, f"{process_id} gets work")
+            wait_until(lambda: c.metrics(process_id)[served] > 0, 30, f"{process_id} gets work")
         for process_id in old:
             c.kill(process_id, signal.SIGTERM)
         for process_id in old:
@@ -184,8 +192,8 @@ def test_i2_a_link_is_cut_while_blocks_move(options):
 def test_i9_a_decode_host_is_lost_with_its_streams(options):
     c = cluster(options)
     before = c.outcomes()
-    bodies = [{"prompt": STORED, "max_tokens": 100, "temperature": 0.8, "seed": number, "n": 1 +
-               number % 2, "logprobs": 1, "ignore_eos": True, "stream": True} for number in range(4)]
+    bodies = [{"prompt": STORED, "max_tokens": 48, "temperature": 0.8, "seed": number, "n": 1 +
+               number % 2, "logprobs": 1, "ignore_eos": True, "stream": True} for number in range(3)]
     expected = [ask(c, "router", {**body, "cache_salt": "undisturbed", "tandem":
                                   {"decode": "decode-2"}}) for body in bodies]
     begun = threading.Semaphore(0)
@@ -250,7 +258,7 @@ def test_f9_etcds_leader_is_killed(options):
         load.wait_answers(5)
         new = wait_until(c.etcd_leader, 20, "another etcd leads")
         assert new != old
-        wait_until(lambda: c.in_etcd() == sorted(ROUTERS), 20, "it names both routers")
+        wait_until(c.names_routers, 20, "it names both routers")
         wait_until(c.store_leader, 20, "a store leads")
         salt, first = c.stored("prefill-1")
         check_hit(c, "prefill-2", salt, first)
@@ -273,7 +281,7 @@ def test_f9_routers_are_parted_from_etcd(options):
         load.wait_answers(8)
         c.wait_known()
         c.network.unite(ROUTERS, c.ids("etcd"))
-        wait_until(lambda: c.in_etcd() == sorted(ROUTERS), 20, "it names them again")
+        wait_until(c.names_routers, 20, "it names them again")
         load.wait_answers(5)
     check_at_rest(c)
     check_no_error(c, before)

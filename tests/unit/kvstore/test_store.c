@@ -565,6 +565,24 @@ static void test_f8_full_segment_evicts_and_takes_new_blocks(void **state)
     assert_int_equal(w->found, 0);
 }
 
+/* F8: so does one that a large put has filled to the last block, before it was full enough for
+ * eviction to begin. */
+static void test_f8_segment_without_a_free_block_takes_new_ones(void **state)
+{
+    world_t *w = *state;
+
+    put_blocks(w, 0, 16);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    put_blocks(w, 16, 8); /* four more than there is room for */
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 16, 8);
+    assert_int_equal(w->found, 8);
+    put_blocks(w, 24, 8);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 24, 8);
+    assert_int_equal(w->found, 8);
+}
+
 /* F8: so does an index that is smaller than the segments. */
 static void test_f8_full_index_evicts_and_takes_new_keys(void **state)
 {
@@ -1619,6 +1637,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_f7_dead_writers_keys_are_revoked, setup, teardown),
         cmocka_unit_test_setup_teardown(test_f7_keys_without_a_result_are_revoked, setup, teardown),
         cmocka_unit_test_setup_teardown(test_f8_full_segment_evicts_and_takes_new_blocks, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_f8_segment_without_a_free_block_takes_new_ones, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_f8_full_index_evicts_and_takes_new_keys,
                                         setup_small_index, teardown),
