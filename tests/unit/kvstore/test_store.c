@@ -637,6 +637,21 @@ static void test_store_dead_segment_ends_the_writers_pins(void **state)
     TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
 }
 
+/* A writer that was cut off and declared dead: nobody answers offers of its former life. */
+static void test_store_new_life_of_the_writer_ends_its_pins(void **state)
+{
+    world_t *w = *state;
+
+    w->store_frozen = true;
+    put_blocks(w, 0, 3);
+    assert_int_equal(kvs_client_pinned(w->client), 3);
+    kvs_client_tick(w->client);
+    assert_int_equal(kvs_client_pinned(w->client), 3);
+    td_bus_set_incarnation(w->writer, WRITER + 100);
+    kvs_client_tick(w->client);
+    assert_int_equal(kvs_client_pinned(w->client), 0);
+}
+
 static void test_store_lease_blocks_eviction(void **state)
 {
     world_t *w = *state;
@@ -1645,6 +1660,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_store_segment_mounted_again_keeps_its_blocks,
                                         setup_no_lease, teardown),
         cmocka_unit_test_setup_teardown(test_store_dead_segment_ends_the_writers_pins, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_new_life_of_the_writer_ends_its_pins, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_store_lease_blocks_eviction, setup, teardown),
         cmocka_unit_test_setup_teardown(
