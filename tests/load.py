@@ -69,7 +69,7 @@ def ask(cluster, router, request, elsewhere=(), on_event=None, headers=None, tim
     elsewhere: statuses by which a router says: not now. Broken and Refused say what there was else."""
     path = "/v1/chat/completions" if "messages" in request else "/v1/completions"
     streamed = request.get("stream", False)
-    body = {"model": cluster.model, **request}
+    body = dict(request)
     if streamed:
         body["stream_options"] = {"include_usage": True}
     try:

@@ -33,12 +33,14 @@ GAP_S = (1.0, 4.0)  # between faults
 FROZEN_S = (0.4, 1.5, 3.0, 6.0)  # below and above a node's silence (2 s) and a ticket's lease (5 s)
 TENANTS = {"sk-soak-a": "name=a weight=3", "sk-soak-b": "name=b", "sk-soak-c": "name=c"}
 STEPS = {"prefill": PREFILL_STEPS, "decode": DECODE_STEPS, "kvstore": STORE_STEPS}
-# Pools and tables are touched at the start; what still grows is bounded: the heap's high-water marks,
-# the router's index (48 bytes a block), remembered answers (--memo-memory).
-RSS_SLACK_BYTES = 12 << 20
-RSS_SLACK_PERCENT = 5
-# A connection to each process that had not been spoken with at the warm-up: two directions, two kinds.
+# Memory of its own (RssAnon): pools and tables are there from the start; what still grows is bounded:
+# the heap's high-water marks, the router's index (48 bytes a block), remembered answers.
+MEMORY_SLACK_BYTES = 12 << 20
+MEMORY_SLACK_PERCENT = 5
+# A connection to a process that had not been spoken with at the warm-up, in each direction, and its pool,
+# mapped. What were left of each life of a peer would be more after a few faults.
 DESCRIPTORS_FOR_A_PEER = 2
+MAPPINGS_FOR_A_PEER = 1
 
 SENTENCE = "The harbour master wrote down every ship, and each of them had a name. "
 COPY = ("The Anna carried salt. The Berta carried coal. The Clara carried wine. The Dora carried tea. " * 2
@@ -431,7 +433,11 @@ class Soak:
                     kinds[os.readlink(f"/proc/{pid}/fd/{number}").partition(":")[0]] += 1
                 except FileNotFoundError:
                     pass
-            taken[process_id] = {"pid": pid, "rss": int(status["VmRSS"].split()[0]) << 10,
+            with open(f"/proc/{pid}/maps", encoding="utf-8") as file:
+                shared = sum("/SYSV" in line or "/dev/shm/" in line for line in file)
+            memory = {name: int(status[name].split()[0]) << 10 for name in ("RssAnon", "VmRSS")}
+            taken[process_id] = {"pid": pid, "memory": memory["RssAnon"],
+                                 "resident": memory["VmRSS"], "mappings": shared,
                                  "threads": int(status["Threads"]), "descriptors": sum(kinds.values()),
                                  "sockets": kinds["socket"]}
         self.samples.append(taken)
@@ -445,8 +451,10 @@ class Soak:
             after = last[process_id]
             if after["pid"] != before["pid"] or process_id == "etcd":
                 continue
-            limits = {"rss": max(RSS_SLACK_BYTES, before["rss"] * RSS_SLACK_PERCENT // 100),
-                      "threads": 0, "descriptors": DESCRIPTORS_FOR_A_PEER * peers}
+            limits = {"memory": max(MEMORY_SLACK_BYTES,
+                                    before["memory"] * MEMORY_SLACK_PERCENT // 100),
+                      "threads": 0, "descriptors": DESCRIPTORS_FOR_A_PEER * peers,
+                      "mappings": MAPPINGS_FOR_A_PEER * peers}
             rows.append((process_id, before, after))
             grown += [f"{process_id}: {what} {before[what]} -> {after[what]}, {slack} are allowed"
                       for what, slack in limits.items() if after[what] > before[what] + slack]
@@ -513,12 +521,17 @@ class Soak:
 
 def table(report):
     """For people."""
-    lines = [f"    {'process':<12}{'RSS MiB':>18}{'descriptors':>16}{'threads':>12}"]
+    columns = ("memory", "resident", "mappings", "descriptors", "threads")
+    lines = ["    from the warm-up to the end, memory in MiB",
+             f"    {'process':<12}" + "".join(f"{name:>18}" for name in columns)]
     for process_id, each in report["processes"].items():
-        warm, end = each["warm"], each["end"]
-        lines.append(f"    {process_id:<12}{warm['rss'] / 2**20:>9.1f}{end['rss'] / 2**20:>9.1f}"
-                     f"{warm['descriptors']:>8}{end['descriptors']:>8}"
-                     f"{warm['threads']:>6}{end['threads']:>6}")
+        cells = []
+        for name in columns:
+            values = (each["warm"][name], each["end"][name])
+            in_mib = name in ("memory", "resident")
+            cells.append(" -> ".join(f"{value / 2**20:.1f}" if in_mib else str(value)
+                                     for value in values))
+        lines.append(f"    {process_id:<12}" + "".join(f"{cell:>18}" for cell in cells))
     lines += [f"    {count:>7} {what}" for what, count in sorted(report["counts"].items())]
     lines += [f"    {count:>7} {what}" for what, count in sorted(report["kinds"].items())]
     lines += [f"    WRONG {what[:1000]}" for what in report["wrong"][:20]]
