@@ -30,6 +30,8 @@ SALTS = 4
 GONE_PERCENT = 15  # of streams: their clients go away
 WELL_S = 3.0  # after a fault, until what it broke is over for requests, too
 GAP_S = (1.0, 4.0)  # between faults
+PROGRESS_S = 10
+NOBODY_S = 0.2  # until a client asks again that nobody could serve
 FROZEN_S = (0.4, 1.5, 3.0, 6.0)  # below and above a node's silence (2 s) and a ticket's lease (5 s)
 TENANTS = {"sk-soak-a": "name=a weight=3", "sk-soak-b": "name=b", "sk-soak-c": "name=c"}
 STEPS = {"prefill": PREFILL_STEPS, "decode": DECODE_STEPS, "kvstore": STORE_STEPS}
@@ -98,15 +100,17 @@ def is_beginning(part, full):
 # --- what will happen -----------------------------------------------------------------------------
 
 
-def plan_of(seed, seconds, ids_of):
-    """(survivors, [(earliest time, fault, target, how)]), the same for the same seed."""
+def plan_of(seed, ids_of):
+    """survivors, and without end (pause before, fault, target, how): the same for the same seed."""
     draw = random.Random(seed)
     survivors = {role: draw.choice(ids) for role, ids in ids_of.items()}
+    return survivors, faults_of(draw, ids_of, survivors)
+
+
+def faults_of(draw, ids_of, survivors):
     mortal = {role: [i for i in ids if i != survivors[role]] for role, ids in ids_of.items()}
     roles = list(ids_of)
-    faults = []
-    at = 2.0
-    while at < seconds:
+    while True:
         fault = draw.choice(("kill", "kill", "end", "freeze", "freeze", "step", "step", "drain", "pin",
                              "evict", "role", "etcd"))
         role, target, how = draw.choice(roles), None, None
@@ -127,9 +131,7 @@ def plan_of(seed, seconds, ids_of):
             target, how = draw.choice(("prefill", "decode")), 2.5
         elif fault == "etcd":
             target, how = "etcd", draw.choice(("kill", "freeze"))
-        faults.append((round(at, 1), fault, target, how))
-        at += draw.uniform(*GAP_S)
-    return survivors, faults
+        yield round(draw.uniform(*GAP_S), 1), fault, target, how
 
 
 # --- times at which something may fail ------------------------------------------------------------
@@ -191,6 +193,7 @@ class Soak:
         self.frozen = set()
         self.samples = []
         self.survivors = {}
+        self.started = 0.0
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -245,6 +248,7 @@ class Soak:
             except Broken as why:
                 if self.windows.cover("nobody", began, time.monotonic()):
                     self.count("nobody could serve")
+                    self.ending.wait(NOBODY_S)
                     return
                 self.count("asked the other router")
                 if not self.windows.cover(router, began, time.monotonic()):
@@ -253,6 +257,7 @@ class Soak:
             except Refused as why:
                 if self.windows.cover("nobody", began, time.monotonic()):
                     self.count("nobody could serve")
+                    self.ending.wait(NOBODY_S)
                 else:
                     self.note_wrong(f"an error, though somebody could serve: {name} of {router}, "
                                     f"after {time.monotonic() - began:.1f} s: {why}")
@@ -383,32 +388,28 @@ class Soak:
                 self.windows.close("nobody")
 
     def run_faults(self, faults, until):
-        started = time.monotonic()
-        for at, fault, target, how in faults:
-            while time.monotonic() < min(started + at, until):
-                self.progress(until)
-                time.sleep(0.05)
-            if time.monotonic() >= until:
-                break
+        """One after the other, each once the one before is over; a fault that began is ended."""
+        while True:
+            pause, fault, target, how = next(faults)
+            if self.ending.wait(min(pause, max(0.0, until - time.monotonic()))) or \
+                    time.monotonic() >= until:
+                return
             self.count(f"fault {fault}")
-            self.faults_done.append({"at_s": round(time.monotonic() - started, 1), "fault": fault,
-                                     "target": target, "how": how})
+            self.faults_done.append({"at_s": round(time.monotonic() - self.started, 1),
+                                     "fault": fault, "target": target, "how": how})
             self.strike(fault, target, how)
-        while time.monotonic() < until:
-            self.progress(until)
-            time.sleep(0.05)
+            self.faults_done[-1]["over_s"] = round(time.monotonic() - self.started, 1)
 
-    def progress(self, until, every_s=10):
-        now = time.monotonic()
-        if now - self.said < every_s:
-            return
-        self.said = now
-        left = max(0, int(until - now))
-        last = self.faults_done[-1] if self.faults_done else {"fault": "-", "target": ""}
-        self.say(f"    {left // 60}:{left % 60:02d} left, {self.counts['answers']} answers, "
-                 f"{self.counts['went away']} of clients that went away, {len(self.faults_done)} faults "
-                 f"(last: {last['fault']} {last['target']}), {self.counts['nobody could serve']} that "
-                 f"nobody could serve, {len(self.wrong)} wrong")
+    def progress(self):
+        """A line now and then, until the end."""
+        while not self.ending.wait(PROGRESS_S):
+            left = max(0, int(self.seconds - (time.monotonic() - self.started)))
+            last = self.faults_done[-1] if self.faults_done else {"fault": "-", "target": ""}
+            self.say(f"    {left // 60}:{left % 60:02d} left, {self.counts['answers']} answers, "
+                     f"{self.counts['went away']} of clients that went away, "
+                     f"{len(self.faults_done)} faults (last: {last['fault']} {last['target']}), "
+                     f"{self.counts['nobody could serve']} that nobody could serve, "
+                     f"{len(self.wrong)} wrong")
 
     # --- at rest ----------------------------------------------------------------------------------
 
@@ -476,26 +477,25 @@ class Soak:
         """The report."""
         c = self.cluster
         ids_of = {role: c.ids(role) for role in ("router", "prefill", "decode", "kvstore")}
-        self.survivors, faults = plan_of(self.seed, self.seconds, ids_of)
+        self.survivors, faults = plan_of(self.seed, ids_of)
         self.say(f"    seed {self.seed}, {self.seconds} s, {self.carrier}, living all the time: "
                  f"{', '.join(self.survivors.values())}")
         self.learn()
-        started = self.said = time.monotonic()
-        until = started + self.seconds
+        self.started = time.monotonic()
+        until = self.started + self.seconds
         warm_s = min(60.0, self.seconds / 4)
         self.busy = CLIENTS
         self.go.set()
         clients = [threading.Thread(target=self.client, args=(number,)) for number in range(CLIENTS)]
+        clients.append(threading.Thread(target=self.progress))
         for thread in clients:
             thread.start()
         try:
-            early = [fault for fault in faults if fault[0] < warm_s]
-            self.run_faults(early, started + warm_s)
+            self.run_faults(faults, self.started + warm_s)
             self.pause()
             self.sample()
             self.go.set()
-            later = [(at - warm_s, *rest) for at, *rest in faults if at >= warm_s]
-            self.run_faults(later, until)
+            self.run_faults(faults, until)
         except (AssertionError, OSError, RuntimeError, subprocess.SubprocessError) as why:
             self.note_wrong(f"after {self.faults_done[-1:]}: {why!r}")
         finally:
@@ -512,7 +512,7 @@ class Soak:
         self.sample()
         rows, found = self.check_end()
         return {"seed": self.seed, "seconds": self.seconds, "carrier": self.carrier,
-                "clients": CLIENTS, "survivors": self.survivors, "plan": faults,
+                "clients": CLIENTS, "survivors": self.survivors,
                 "faults": self.faults_done, "counts": dict(self.counts), "kinds": dict(self.kinds),
                 "processes": {process_id: {"warm": before, "end": after}
                               for process_id, before, after in rows},

@@ -303,7 +303,19 @@ def test_i1_narrow_links_change_times_alone(options):
         began = time.monotonic()
         return seen(c.ask_at("prefill-1", c.salt(), LONG)), time.monotonic() - began
 
+    def handed(decode):
+        return c.ask_at("prefill-1", "handed", LONG, tandem={"prefill": "prefill-1", "decode": decode})
+
     expected, quick = timed()
+    # All blocks at once, more than come while a peer's silence is borne: slow is not silent.
+    assert seen(handed("decode-1")) == expected
+    retries = c.sum_of("tandem_router_retries_total", "router")
+    c.host("prefill-1").slow("24mbit")
+    began = time.monotonic()
+    assert seen(handed("decode-2")) == expected
+    c.host("prefill-1").hasten()
+    assert time.monotonic() - began > 2 and cached(handed("decode-2")) > 0
+    assert c.sum_of("tandem_router_retries_total", "router") == retries
     narrow = c.ids("prefill") + c.ids("kvstore")
     with c.load as load:
         for process_id in narrow:
