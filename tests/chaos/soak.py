@@ -37,11 +37,11 @@ TENANTS = {"sk-soak-a": "name=a weight=3", "sk-soak-b": "name=b", "sk-soak-c": "
 STEPS = {"prefill": PREFILL_STEPS, "decode": DECODE_STEPS, "kvstore": STORE_STEPS}
 # Memory of its own (RssAnon): pools and tables are there from the start; what still grows is bounded:
 # the heap's high-water marks, the router's index (48 bytes a block), remembered answers.
-MEMORY_SLACK_BYTES = 12 << 20
+MEMORY_SLACK_BYTES = 8 << 20
 MEMORY_SLACK_PERCENT = 5
-# A connection to a process that had not been spoken with at the warm-up, in each direction, and its pool,
-# mapped. What were left of each life of a peer would be more after a few faults.
-DESCRIPTORS_FOR_A_PEER = 2
+# A connection to a process that had not been spoken with at the warm-up, and its pool, mapped. What were
+# left of each life of a peer would be more after some faults.
+DESCRIPTORS_FOR_A_PEER = 1
 MAPPINGS_FOR_A_PEER = 1
 
 SENTENCE = "The harbour master wrote down every ship, and each of them had a name. "
