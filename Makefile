@@ -75,7 +75,7 @@ $(B)/libtandem.a: $(COMMON_SRC:%.c=$(B)/%.o) $(PROTO_SRC:$(GEN)/%.c=$(B)/gen/%.o
 -include $(shell find $(B) -name '*.d' 2>/dev/null)
 
 # --- what a user runs -----------------------------------------------------------------------
-.PHONY: setup model demo up down check install cleanroom bench sbom format check-layers chaos fuzz check-build image \
+.PHONY: setup model demo up down check install cleanroom bench sbom format check-layers chaos soak fuzz check-build image \
         check-image
 setup:
 	@deploy/setup.sh
@@ -103,6 +103,11 @@ endif
 chaos: setup model
 	@$(MAKE) --no-print-directory -j$(shell nproc) CONFIG=test programs
 	@python3 tests/chaos/chaos.py --bin build/test/bin --rounds 20
+# Mixed load and faults by seed, for so long; a table, and JSON in build/soak.
+MINUTES ?= 10
+soak: setup model
+	@$(MAKE) --no-print-directory -j$(shell nproc) CONFIG=test programs
+	@python3 tests/chaos/soak.py --bin build/test/bin --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 bench: setup model
 	@$(MAKE) --no-print-directory -j$(shell nproc) programs
 	@python3 tests/bench/run_bench.py --model $(MODEL) $(if $(filter-out 0,$(PEERS)),--peers) \
@@ -141,6 +146,7 @@ help:
 	@echo "make up|down    start / stop a cluster on this machine (port 8000)"
 	@echo "make check      set up, build, run every test (SAN=address,undefined or SAN=thread)"
 	@echo "make chaos      kill and freeze every process at every named step, 20 rounds"
+	@echo "make soak       mixed load and faults by seed (MINUTES=10, SEED=any): nothing wrong, held or growing"
 	@echo "make fuzz       libFuzzer over every decoder of outside bytes (FUZZ_SECONDS=60 each)"
 	@echo "make install    programs, systemd units, manual page, samples (DESTDIR=, PREFIX=/usr/local)"
 	@echo "make sbom       what the programs are linked with, as an SPDX document in build/"

@@ -21,6 +21,7 @@ typedef struct lookup {
 typedef struct put {
     uint64_t request; /* 0 = slot free; ascending with age */
     uint64_t sent_ns;
+    uint64_t life; /* our incarnation then */
     uint64_t master;
     uint32_t count;
     uint32_t left;        /* blocks without an answer */
@@ -215,6 +216,7 @@ td_status_t kvs_client_put(kvs_client_t *c, const uint32_t *blocks, uint32_t cou
     c->pinned += count;
     *slot = (put_t){.request = c->next_request,
                     .sent_ns = td_now_ns(),
+                    .life = td_bus_incarnation(c->bus),
                     .master = master->incarnation,
                     .count = count,
                     .left = count,
@@ -334,8 +336,11 @@ void kvs_client_tick(kvs_client_t *c)
     }
     for (uint32_t i = 0; i < KVS_PUTS_MAX; i++) {
         put_t *put = &c->puts[i];
+        /* What a life offered that is over (fenced) the master has revoked; its word of that is for
+         * nobody. */
         if (put->request != 0 &&
-            (now - put->sent_ns >= KVS_PUT_MS * TD_NS_PER_MS || put->master != alive)) {
+            (now - put->sent_ns >= KVS_PUT_MS * TD_NS_PER_MS || put->master != alive ||
+             put->life != td_bus_incarnation(c->bus))) {
             TD_LOG_INFO("store offer given up", "blocks=%u master_alive=%d", put->left,
                         put->master == alive);
             put_end(c, put);

@@ -37,9 +37,9 @@ void kvs_client_destroy(kvs_client_t *client);
 TD_MUST_CHECK td_status_t kvs_client_lookup(kvs_client_t *client, const td_block_key_t *keys,
                                             uint32_t count, kvs_lookup_fn on_done, void *ctx,
                                             uint64_t tag);
-/** Offers indexed blocks of the pool; they stay pinned until the store has answered, is gone, or
- * KVS_PUT_MS are over. Errors: TD_ERR_PEER_DEAD, TD_ERR_TIMEOUT (the store is slow), TD_ERR_BUSY,
- * TD_ERR_NO_MEMORY: nothing pinned. */
+/** Offers indexed blocks of the pool; they stay pinned until the store has answered or is gone,
+ * this process begins a new life (fenced), or KVS_PUT_MS are over. Errors: TD_ERR_PEER_DEAD,
+ * TD_ERR_TIMEOUT (the store is slow), TD_ERR_BUSY, TD_ERR_NO_MEMORY: nothing pinned. */
 TD_MUST_CHECK td_status_t kvs_client_put(kvs_client_t *client, const uint32_t *blocks,
                                          uint32_t count);
 /** Remembers an answer for all nodes: what followed a whole prompt, of which more than

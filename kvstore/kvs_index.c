@@ -176,19 +176,23 @@ void kvs_index_unmount(kvs_index_t *x, uint32_t segment)
     x->shares[segment].mounted = false;
 }
 
+uint32_t kvs_index_room(const kvs_index_t *x, uint32_t segment)
+{
+    const kvs_share_t *share = &x->shares[segment];
+    return share->block_count - TD_MIN(share->used, share->block_count);
+}
+
 uint32_t kvs_index_choose(const kvs_index_t *x, uint32_t want, uint32_t without, uint32_t *out)
 {
     uint32_t count = 0;
 
     for (uint32_t i = 0; i < KVS_SEGMENTS_MAX; i++) {
-        const kvs_share_t *share = &x->shares[i];
         uint32_t at = count;
-        if (!share->mounted || i == without || share->used >= share->block_count) {
+        if (!x->shares[i].mounted || i == without) {
             continue;
         }
         for (; at > 0; at--) {
-            const kvs_share_t *other = &x->shares[out[at - 1]];
-            if (other->block_count - other->used >= share->block_count - share->used) {
+            if (kvs_index_room(x, out[at - 1]) >= kvs_index_room(x, i)) {
                 break;
             }
             if (at < want) {

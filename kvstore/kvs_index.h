@@ -113,7 +113,9 @@ uint32_t kvs_index_mount(kvs_index_t *index, uint32_t block_count);
 void kvs_index_unmount(kvs_index_t *index, uint32_t segment);
 /** The same, and it stays mounted. */
 void kvs_index_forget(kvs_index_t *index, uint32_t segment);
-/** The emptiest segments that have room, not counting `without`; answers how many. */
+/** Free blocks; none where it told of more than it said it has. */
+uint32_t kvs_index_room(const kvs_index_t *index, uint32_t segment);
+/** The emptiest segments, full ones too, not counting `without`; answers how many. */
 uint32_t kvs_index_choose(const kvs_index_t *index, uint32_t want, uint32_t without,
                           uint32_t *segments_out);
 bool kvs_index_is_full(const kvs_index_t *index, uint32_t segment); /* as the policy says */

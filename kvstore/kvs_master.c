@@ -325,14 +325,16 @@ static uint32_t fullest_segment(const kvs_master_t *m)
     return best;
 }
 
-void kvs_master_evict_if_full(kvs_master_t *m, uint32_t segment)
+void kvs_master_make_room(kvs_master_t *m, uint32_t segment, uint32_t blocks)
 {
     const kvs_index_t *x = m->index;
+    const kvs_share_t *share = &x->shares[segment];
+    uint32_t want = blocks - TD_MIN(kvs_index_room(x, segment), blocks);
 
     if (kvs_index_is_full(x, segment)) {
-        kvs_master_evict(
-            m, segment, TD_MAX(x->shares[segment].block_count * x->policy.evict_percent / 100, 1u));
+        want = TD_MAX(want, TD_MAX(share->block_count * x->policy.evict_percent / 100, 1u));
     }
+    kvs_master_evict(m, segment, TD_MIN(want, share->block_count));
     /* The index may be the smaller one: then whoever holds most gives way. */
     if ((uint64_t)(x->keys_max - x->free_entry_count) * 100 >=
             (uint64_t)x->keys_max * x->policy.evict_from_percent ||
@@ -519,19 +521,24 @@ static td_status_t put_one(kvs_master_t *m, put_t *put, uint32_t key)
     return status;
 }
 
+/* The emptiest first, which evicts what it lacks: a full one that were left out would stay full
+ * for ever. */
 static void put_choose(kvs_master_t *m, put_t *put)
 {
     uint32_t chosen[KVS_REPLICAS_MAX];
-    uint32_t count = kvs_index_choose(m->index, m->index->policy.replicas, KVS_NONE, chosen);
+    uint32_t count = kvs_index_choose(m->index, KVS_REPLICAS_MAX, KVS_NONE, chosen);
 
-    for (uint32_t s = 0; s < count; s++) {
-        kvs_order_t *order =
-            kvs_order_new(m, chosen[s], put->msg->sender_id, put->msg->sender_incarnation);
+    for (uint32_t s = 0; s < count && put->segment_count < m->index->policy.replicas; s++) {
+        kvs_order_t *order = NULL;
+        kvs_master_make_room(m, chosen[s], put->msg->u.blocks.count);
+        if (kvs_index_room(m->index, chosen[s]) == 0) {
+            continue; /* all of it is read or pinned */
+        }
+        order = kvs_order_new(m, chosen[s], put->msg->sender_id, put->msg->sender_incarnation);
         if (order != NULL) {
             order->writer_request = put->msg->u.blocks.request;
             put->segments[put->segment_count] = chosen[s];
             put->orders[put->segment_count++] = order;
-            kvs_master_evict_if_full(m, chosen[s]);
         }
     }
 }

@@ -114,7 +114,8 @@ kvs_order_t *kvs_order_new(kvs_master_t *m, uint32_t segment, const char *writer
 void kvs_order_revoke(kvs_master_t *m, kvs_order_t *order, bool segment_knows_nothing);
 /** Evicts up to `want` replicas of a segment, for space. */
 void kvs_master_evict(kvs_master_t *m, uint32_t segment, uint32_t want);
-void kvs_master_evict_if_full(kvs_master_t *m, uint32_t segment);
+/** Evicts what so many blocks lack there, and a share of it where it is nearly full. */
+void kvs_master_make_room(kvs_master_t *m, uint32_t segment, uint32_t blocks);
 /** Orders keys away that a segment has just told of: the index has no room for them, or they were
  * removed while it was away. */
 void kvs_master_evict_told(kvs_master_t *m, uint32_t segment, td_msg_evict_t how,

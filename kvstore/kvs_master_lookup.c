@@ -131,7 +131,7 @@ static bool gather(kvs_master_t *m, gathered_t *g, const td_block_key_t *key, ui
             m->segments[segment].slow_until_ns > now) {
             return false;
         }
-        kvs_master_evict_if_full(m, segment);
+        kvs_master_make_room(m, segment, 0);
         g->order = kvs_order_new(m, segment, "", 0);
         if (g->order == NULL) {
             return false;

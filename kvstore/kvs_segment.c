@@ -308,7 +308,8 @@ static void order_start(kvs_segment_t *s, store_order_t *o)
         order_finish(s, o, TD_OK);
         return;
     }
-    o->fetch.deadline_ns = td_now_ns() + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+    o->fetch.silence_ns = TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+    o->fetch.deadline_ns = td_now_ns() + o->fetch.silence_ns;
     o->fetch.complete = on_fetched;
     o->fetch.ctx = o;
     o->fetch.pieces = o->pieces;

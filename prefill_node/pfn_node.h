@@ -13,7 +13,7 @@
 #define PFN_REQUESTS_MAX 1024u /* past it: busy */
 #define PFN_PARTS_MAX 64u      /* requests in one batch */
 #define PFN_LOGIT_ROWS_MAX 64u /* rows of one batch whose logits are wanted */
-#define PFN_ACK_MS 15000u /* the decode node's fetches have deadlines of their own, well below */
+#define PFN_ACK_MS 60000u /* the decode node gives up by itself 2 s after the last bytes came */
 #define PFN_ANNOUNCE_BYTES                                                                         \
     (256u * 1024u) /* a request's layers are gathered to announcements of at least this */
 

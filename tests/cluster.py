@@ -15,6 +15,7 @@
 A test that fails prints its traceback, and a cluster it was inside of the ends of all logs.
 """
 import argparse
+import base64
 import glob
 import http.client
 import json
@@ -28,9 +29,11 @@ import tempfile
 import threading
 import time
 import traceback
+import urllib.request
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOCAL = os.path.join(ROOT, "deploy", "local.sh")
+MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 LOG_TAIL_LINES = 15
 HELD = ("reserved", "active", "quarantined")  # states of KV blocks
 POLL_S = 0.02  # between looks of wait_until()
@@ -349,6 +352,25 @@ class Cluster:
         wait_until(lambda: self.held_blocks(ids) == 0, seconds,
                    "reserved, active and quarantined at 0")
 
+    def known(self, router):
+        """Live processes by role."""
+        try:
+            series = self.metrics(router)
+        except (OSError, http.client.HTTPException):
+            return {}
+        return {role: int(series[f'tandem_router_nodes{{role="{role}"}}'])
+                for role in ("prefill", "decode", "kvstore")}
+
+    def wait_known(self, seconds=60, **counts):
+        """Until every router knows so many of a role; all that there are of the other roles."""
+        wanted = {role: counts.get(role, len(self.ids(role)))
+                  for role in ("prefill", "decode", "kvstore")}
+        for router in self.ids("router"):
+            try:
+                wait_until(lambda: self.known(router) == wanted, seconds, "all are known")
+            except AssertionError as why:
+                raise AssertionError(f"{router} knows {self.known(router)}, not {wanted}") from why
+
     @property
     def router_endpoint(self):
         """Where processes join."""
@@ -378,6 +400,28 @@ class Cluster:
         finally:
             stranger.terminate()
             stranger.wait()
+
+    # --- etcd -------------------------------------------------------------------------------------
+
+    def etcd(self, path, body, to=None):
+        """What one of them answers: that one, or the first that does."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        last = None
+        for name in [to] if to else self.ids("etcd"):
+            request = urllib.request.Request(f"http://{self.processes[name]['http']}{path}",
+                                             json.dumps(body).encode())
+            try:
+                with opener.open(request, timeout=5) as answer:
+                    return json.load(answer)
+            except OSError as error:
+                last = error
+        raise last
+
+    def in_etcd(self):
+        """Routers that it names."""
+        ends = [base64.b64encode(f"/tandem/tandem/routers{end}".encode()).decode() for end in "/0"]
+        found = self.etcd("/v3/kv/range", {"key": ends[0], "range_end": ends[1]}).get("kvs", [])
+        return sorted(base64.b64decode(kv["key"]).decode().rsplit("/", 1)[1] for kv in found)
 
     # --- HTTP -------------------------------------------------------------------------------------
 
@@ -473,11 +517,13 @@ _tests = []
 _shared = {}  # arguments -> cluster
 
 
-def shared(options, **arguments):
-    """A cluster that the tests of a file use together; main() stops it."""
-    key = repr(sorted(arguments.items()))
+def shared(options, make=None, **arguments):
+    """A cluster that the tests of a file use together; main() stops it, and so does a test that fails:
+    the next one gets a new one. make(options, ...): one that is no Cluster."""
+    key = repr((make, sorted(arguments.items())))
     if key not in _shared:
-        _shared[key] = Cluster(options.bin, **arguments).__enter__()
+        cluster = make(options, **arguments) if make else Cluster(options.bin, **arguments)
+        _shared[key] = cluster.__enter__()
     return _shared[key]
 
 
@@ -502,8 +548,8 @@ def run_one(function, options):
         return True
     except Exception:  # whatever a test raises is its failure
         traceback.print_exc(file=sys.stdout)
-        for cluster in _shared.values():
-            cluster.print_logs()
+        for key in list(_shared):
+            _shared.pop(key).__exit__(*sys.exc_info())
         print(f"[  FAILED  ] {name}", flush=True)
         return False
     print(f"    {time.monotonic() - started:.1f} s")
@@ -530,6 +576,6 @@ def main(description=None, add_options=None):
             if options.only in function.__name__:
                 ok = run_one(function, options) and ok
     finally:
-        for cluster in _shared.values():
+        for cluster in list(_shared.values()):
             ok = run_one(shared_cluster_ends_clean, cluster) and ok
     sys.exit(0 if ok else 1)

@@ -22,7 +22,7 @@ UNIT_LIMIT_S = 120
 SLOW_LIMIT_S = 300  # under sanitizers, and for whole-model tests
 SLOW = re.compile(r"/test_(model|reference)\b")
 # Mostly wait, for deaths to be noticed: they run beside the others, one after the other.
-WAITING = re.compile(r"^tests/chaos/|/test_(failover|drain|ha|hosts|routers)\.py$|/unit/coord/")
+WAITING = re.compile(r"^tests/chaos/|/test_(failover|drain|ha|hosts|cluster_hosts|routers)\.py$|/unit/coord/")
 SCRIPT_LIMIT_S = 600
 SCRIPT_SAN_LIMIT_S = 1800
 OUTPUT_SHOWN_BYTES = 16384

@@ -388,7 +388,8 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *n, uint64_t peer_incarnation, uint
         job->fetch.pieces = job->pieces;
         job->fetch.complete = on_fetch_complete;
         job->fetch.ctx = job;
-        job->fetch.deadline_ns = td_now_ns() + TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+        job->fetch.silence_ns = TD_TRANSFER_DEADLINE_MS * TD_NS_PER_MS;
+        job->fetch.deadline_ns = td_now_ns() + job->fetch.silence_ns;
     }
     return job;
 }
@@ -445,6 +446,7 @@ uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint3
         job->attempt = attempt;
         job->first = first + at;
         job->fetch.deadline_ns = deadline_ns;
+        job->fetch.silence_ns = 0; /* computing is the other way */
         for (uint32_t i = at; i < end; i++) {
             uint32_t idx = td_seq_grow_raw(seq);
             sums_out[i] = found->checksums[i];

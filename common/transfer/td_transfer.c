@@ -803,6 +803,19 @@ static td_fetch_t **fetch_link(td_transfer_t *t, uint64_t id)
     return NULL;
 }
 
+/* A peer answers what one asks in the order of the asks: so an answer to an earlier fetch says that
+ * this one's turn is coming, and one to a later fetch says nothing of it (its ask may be lost). */
+static void heard(td_transfer_t *t, uint64_t owner, uint64_t fetch_id)
+{
+    const uint64_t now = td_now_ns();
+
+    for (td_fetch_t *f = t->fetches; f != NULL; f = f->next) {
+        if (f->peer == owner && f->id >= fetch_id && f->silence_ns > 0) {
+            f->deadline_ns = TD_MAX(f->deadline_ns, now + f->silence_ns);
+        }
+    }
+}
+
 /* So many bytes further, of a piece of piece_bytes. */
 static void step_piece(uint32_t *piece, uint32_t *offset, uint32_t bytes, uint32_t piece_bytes)
 {
@@ -827,6 +840,7 @@ static ucs_status_t on_answer(void *arg, const void *header, size_t header_len, 
         return UCS_OK; /* not ours: dropped */
     }
     memcpy(&h, header, sizeof(h));
+    heard(t, h.owner, h.fetch_id);
     link = fetch_link(t, h.fetch_id);
     if (link == NULL || (*link)->peer != h.owner) {
         return UCS_OK; /* late, of a fetch that has ended */

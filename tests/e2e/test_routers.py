@@ -1,16 +1,14 @@
 """Several routers at once over the same nodes, which find them in etcd: each serves, one that dies or
 freezes takes nobody along, routers come and go, and each knows what the others have nodes do."""
 import base64
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from cluster import Cluster, HTTPError, main, run_together, test, wait_until
+from cluster import MODEL, Cluster, HTTPError, main, run_together, test, wait_until
 
 PROMPT = "The ferrymen of the two rivers kept a book of every crossing in fog. " * 6
 ROUTERS = ("router", "router-2")
@@ -31,22 +29,10 @@ class Routers(Cluster):
                 "seed": 7, "ignore_eos": True, "cache_salt": salt, "stream": stream, **parameters}
         return self.request("POST", "/v1/completions", body, stream, to=router, check=True)
 
-    def etcd(self, path, body):
-        url = f"http://{self.processes['etcd']['http']}{path}"
-        request = urllib.request.Request(url, json.dumps(body).encode())
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=10) as answer:
-            return json.load(answer)
 
     def put(self, key, value):
         self.etcd("/v3/kv/put", {"key": base64.b64encode(key.encode()).decode(),
                                  "value": base64.b64encode(value.encode()).decode()})
-
-    def in_etcd(self):
-        """Routers that it names."""
-        ends = [base64.b64encode(f"/tandem/tandem/routers{end}".encode()).decode() for end in "/0"]
-        found = self.etcd("/v3/kv/range", {"key": ends[0], "range_end": ends[1]}).get("kvs", [])
-        return sorted(base64.b64decode(kv["key"]).decode().rsplit("/", 1)[1] for kv in found)
 
 
 def texts(stream):
@@ -163,9 +149,7 @@ def test_routers_come_and_go(options):
         with open(log_path, "wb") as log:
             third = subprocess.Popen(
                 [os.path.join(c.bin, "tandem-router"), "--id", "router-3", "--listen",
-                 "tcp://127.0.0.1:*", "--http", "127.0.0.1:0", "--model",
-                 os.path.join(c.command[0].rsplit("/deploy/", 1)[0],
-                              "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"),
+                 "tcp://127.0.0.1:*", "--http", "127.0.0.1:0", "--model", MODEL,
                  "--cluster-secret-file", os.path.join(c.run_dir, "cluster.secret"),
                  "--etcd", etcd, "--ready-file", ready, "--drain-ms", "20000"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=c.env)

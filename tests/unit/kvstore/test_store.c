@@ -565,6 +565,24 @@ static void test_f8_full_segment_evicts_and_takes_new_blocks(void **state)
     assert_int_equal(w->found, 0);
 }
 
+/* F8: so does one that a large put has filled to the last block, before it was full enough for
+ * eviction to begin. */
+static void test_f8_segment_without_a_free_block_takes_new_ones(void **state)
+{
+    world_t *w = *state;
+
+    put_blocks(w, 0, 16);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    put_blocks(w, 16, 8); /* four more than there is room for */
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 16, 8);
+    assert_int_equal(w->found, 8);
+    put_blocks(w, 24, 8);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 24, 8);
+    assert_int_equal(w->found, 8);
+}
+
 /* F8: so does an index that is smaller than the segments. */
 static void test_f8_full_index_evicts_and_takes_new_keys(void **state)
 {
@@ -617,6 +635,21 @@ static void test_store_dead_segment_ends_the_writers_pins(void **state)
     kvs_master_peer_down(w->master, "store", STORE);
     w->store_frozen = true;
     TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+}
+
+/* A writer that was cut off and declared dead: nobody answers offers of its former life. */
+static void test_store_new_life_of_the_writer_ends_its_pins(void **state)
+{
+    world_t *w = *state;
+
+    w->store_frozen = true;
+    put_blocks(w, 0, 3);
+    assert_int_equal(kvs_client_pinned(w->client), 3);
+    kvs_client_tick(w->client);
+    assert_int_equal(kvs_client_pinned(w->client), 3);
+    td_bus_set_incarnation(w->writer, WRITER + 100);
+    kvs_client_tick(w->client);
+    assert_int_equal(kvs_client_pinned(w->client), 0);
 }
 
 static void test_store_lease_blocks_eviction(void **state)
@@ -1620,11 +1653,15 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_f7_keys_without_a_result_are_revoked, setup, teardown),
         cmocka_unit_test_setup_teardown(test_f8_full_segment_evicts_and_takes_new_blocks, setup,
                                         teardown),
+        cmocka_unit_test_setup_teardown(test_f8_segment_without_a_free_block_takes_new_ones, setup,
+                                        teardown),
         cmocka_unit_test_setup_teardown(test_f8_full_index_evicts_and_takes_new_keys,
                                         setup_small_index, teardown),
         cmocka_unit_test_setup_teardown(test_store_segment_mounted_again_keeps_its_blocks,
                                         setup_no_lease, teardown),
         cmocka_unit_test_setup_teardown(test_store_dead_segment_ends_the_writers_pins, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_new_life_of_the_writer_ends_its_pins, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_store_lease_blocks_eviction, setup, teardown),
         cmocka_unit_test_setup_teardown(
