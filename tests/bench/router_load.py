@@ -4,7 +4,8 @@ its peer, sglang-router with back ends that answer at once (tandem-bench instant
 
 What is in the figures: ours parses, renders the chat, tokenises, hashes blocks, places, reserves at a
 decode node, starts a prefill node, and makes JSON of tokens; the nodes' part, two rounds of messages, is
-in them. The peer's parses, keeps its tree of texts, chooses a back end and passes bytes on; what its back
+in them. As it is set up by default it leaves a short prompt to one node, as the peer does; figures that begin
+with `split_` are of the longer way, where every prompt goes to a prefill node first. The peer's parses, keeps its tree of texts, chooses a back end and passes bytes on; what its back
 end takes by itself is measured without it and taken off where a figure says `added`."""
 import contextlib
 import os
@@ -16,7 +17,7 @@ import urllib.request
 
 BACK_ENDS = 4  # of the peer; as many prefill and as many decode nodes of ours
 CONNECTIONS = 64
-SPLIT = ("--self-prefill-tokens", "0")  # every prompt goes to a prefill node: the longer way
+WAYS = (("", ()), ("split_", ("--self-prefill-tokens", "0")))
 MANY = 1000  # nodes, for what placing takes
 START_S = 60
 PLACE = re.compile(r'^tandem_router_place_seconds_bucket\{le="([^"]+)"\} (\d+)$', re.MULTILINE)
@@ -56,11 +57,11 @@ def process(command, log_path, **more):
 
 
 @contextlib.contextmanager
-def tandem(options, local_sh, prefill, decode, message_tokens, fail):
-    """A router and its nodes; gives the router's address."""
-    run_dir = os.path.join(options.out, "router-run")
+def tandem(options, local_sh, way, prefill, decode, message_tokens, fail):
+    """A router and its nodes; gives the router's address. way: one of WAYS."""
+    run_dir = os.path.join(options.out, f"{way[0]}router-run")
     up = [local_sh, "up", "--dir", run_dir, "--bin", options.bin, "--model", options.model, "--port", "0",
-          "--prefill", "0", "--decode", "0", "--kvstore", "0", "--", *SPLIT]
+          "--prefill", "0", "--decode", "0", "--kvstore", "0", "--", *way[1]]
     log_path = os.path.join(options.out, "router-run.log")
     with open(log_path, "ab") as log:
         if subprocess.run(up, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode:
@@ -136,7 +137,7 @@ def place_us(text, percent):
 
 
 def measure_placing(options, figures_of, local_sh, fail):
-    with tandem(options, local_sh, MANY // 2, MANY // 2, 16, fail) as url:
+    with tandem(options, local_sh, WAYS[1], MANY // 2, MANY // 2, 16, fail) as url:
         many = load(options, figures_of, url, 16, False)
         text = get(f"{url}/metrics")
     return {f"place_{MANY}_nodes_us_p50": place_us(text, 50),
@@ -152,13 +153,17 @@ def run(options, local_sh, program, figures_of, median_of, free_port, fail):
             None, None)
         for stream in (False, True):
             # An answer of an instant step whole, or a token each, as the peer's back end sends events.
-            with tandem(options, local_sh, BACK_ENDS, BACK_ENDS, 1 if stream else 16, fail) as mine:
-                rounds = [(measure(options, figures_of, mine, None, stream),
+            with contextlib.ExitStack() as mine:
+                urls = {way[0]: mine.enter_context(tandem(options, local_sh, way, BACK_ENDS, BACK_ENDS,
+                                                          1 if stream else 16, fail)) for way in WAYS}
+                rounds = [({prefix + name: value for prefix, at in urls.items() for name, value in
+                            measure(options, figures_of, at, None, stream).items()},
                            measure(options, figures_of, url, direct, stream) if url else None)
                           for _ in range(options.rounds)]
             ours.update(median_of([mine for mine, _ in rounds]))
             if url:
-                theirs.update(median_of([other for _, other in rounds]))
+                found = median_of([other for _, other in rounds])
+                theirs.update({prefix + name: value for prefix, _ in WAYS for name, value in found.items()})
     ours.update(measure_placing(options, figures_of, local_sh, fail))
     return ours, theirs or None
 
