@@ -52,7 +52,7 @@ static const char *const usage_text =
     "why\n"
     "  events               what happened lately; with --follow also what happens from now on\n"
     "  keygen FILE          makes a client's key; prints the public one, for the file `allow`\n"
-    "  apikey NAME          makes an API key; prints it, and its line for --api-key-file\n"
+    "  apikey NAME          makes an API key; prints it, and its line for the router's file\n"
     "\n"
     "Options:\n"
     "  --keys DIR           folder with router.pub and admin.key (or $TANDEM_ADMIN_KEYS)\n"
