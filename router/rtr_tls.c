@@ -17,8 +17,7 @@
 #define CHAIN_MAX 8u
 #define FILE_BYTES_MAX (1u << 20)
 #define LOOK_MS 1000u
-#define RETIRED_MS 120000u /* an old pair is kept for so long past the end of all its handshakes   \
-                            */
+#define RETIRED_MS 120000u /* an old pair is kept past the end of its handshakes */
 
 typedef struct pair {
     struct pair *next; /* older */

@@ -583,8 +583,8 @@ static void test_f8_segment_without_a_free_block_takes_new_ones(void **state)
     assert_int_equal(w->found, 8);
 }
 
-/* What is there already needs no room: offering it again (another node computed it, too) costs nobody
- * its blocks. */
+/* What is there already needs no room: offering it again (another node computed it, too) costs
+ * nobody its blocks. */
 static void test_store_blocks_offered_again_evict_nothing(void **state)
 {
     world_t *w = *state;

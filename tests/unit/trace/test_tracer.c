@@ -33,7 +33,8 @@ static int listen_on(char *url, size_t room)
     return fd;
 }
 
-static void test_tracer_ends_in_its_time_and_counts_what_a_silent_collector_did_not_take(void **state)
+static void
+test_tracer_ends_in_its_time_and_counts_what_a_silent_collector_did_not_take(void **state)
 {
     char url[64];
     const int fd = listen_on(url, sizeof(url));
