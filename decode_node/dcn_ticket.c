@@ -163,6 +163,7 @@ void dcn_ticket_end(dcn_node_t *d, dcn_ticket_t *t, td_status_t status)
     }
     t->state = DCN_DRAIN;
     if (t->fetches > 0) {
+        td_node_fetch_cancel(&d->node, t->ticket, t->attempt);
         t->quarantined_count = td_seq_fini_quarantine(&t->seq, t->quarantined);
     }
     dcn_ticket_settle(d, t);

@@ -521,16 +521,29 @@ static td_status_t put_one(kvs_master_t *m, put_t *put, uint32_t key)
     return status;
 }
 
+/* Keys that are neither there nor under way: only they take room. */
+static uint32_t put_new_keys(const kvs_master_t *m, const put_t *put)
+{
+    const td_msg_blocks_t *b = &put->msg->u.blocks;
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < b->count; i++) {
+        count += kvs_index_find(m->index, &b->keys[i]) == NULL;
+    }
+    return count;
+}
+
 /* The emptiest first, which evicts what it lacks: a full one that were left out would stay full
  * for ever. */
 static void put_choose(kvs_master_t *m, put_t *put)
 {
+    const uint32_t blocks = put_new_keys(m, put);
     uint32_t chosen[KVS_REPLICAS_MAX];
     uint32_t count = kvs_index_choose(m->index, KVS_REPLICAS_MAX, KVS_NONE, chosen);
 
     for (uint32_t s = 0; s < count && put->segment_count < m->index->policy.replicas; s++) {
         kvs_order_t *order = NULL;
-        kvs_master_make_room(m, chosen[s], put->msg->u.blocks.count);
+        kvs_master_make_room(m, chosen[s], blocks);
         if (kvs_index_room(m->index, chosen[s]) == 0) {
             continue; /* all of it is read or pinned */
         }

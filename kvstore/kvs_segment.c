@@ -371,13 +371,37 @@ static store_order_t *order_new(kvs_segment_t *s, const td_msg_t *msg)
     return o;
 }
 
-static void orders_drop(store_order_t *o, const td_block_key_t *key)
+/* key NULL: all. */
+static void order_drop(store_order_t *o, const td_block_key_t *key)
 {
-    for (; o != NULL; o = o->next) {
-        for (uint32_t i = 0; i < o->count; i++) {
-            if (key == NULL || td_block_key_equal(&o->keys[i], key)) {
-                o->dropped[i] = true;
-            }
+    for (uint32_t i = 0; i < o->count; i++) {
+        if (key == NULL || td_block_key_equal(&o->keys[i], key)) {
+            o->dropped[i] = true;
+        }
+    }
+}
+
+static bool order_is_dropped(const store_order_t *o)
+{
+    uint32_t i = 0;
+
+    while (i < o->count && (o->dropped[i] || o->statuses[i] != TD_OK)) {
+        i++;
+    }
+    return i == o->count;
+}
+
+static void orders_drop(kvs_segment_t *s, const td_block_key_t *key)
+{
+    for (store_order_t *o = s->waiting; o != NULL; o = o->next) {
+        order_drop(o, key);
+    }
+    for (store_order_t *o = s->active; o != NULL; o = o->next) {
+        const bool was_dropped = order_is_dropped(o);
+        order_drop(o, key);
+        if (!was_dropped && order_is_dropped(o)) {
+            /* Nobody wants what comes, and over a slow link it would keep blocks for minutes. */
+            td_transfer_cancel(s->transfer, o->fetch.id);
         }
     }
 }
@@ -407,8 +431,7 @@ static bool leader_accepted(kvs_segment_t *s, const td_msg_t *msg)
         return false;
     }
     if (m->term != s->term || m->mount != s->mount) {
-        orders_drop(s->active, NULL);
-        orders_drop(s->waiting, NULL);
+        orders_drop(s, NULL);
         s->term = m->term;
         s->mount = m->mount;
         kvs_segment_manifest_mounted(s->manifest, msg->sender_id, m->term, m->mount);
@@ -450,8 +473,7 @@ static void drop_key(kvs_segment_t *s, const td_block_key_t *key, td_msg_evict_t
 {
     uint32_t idx = td_pool_find(s->pool, key);
 
-    orders_drop(s->active, key);
-    orders_drop(s->waiting, key);
+    orders_drop(s, key);
     if (s->cold != NULL) {
         kvs_segment_tier_cancel(s->cold, key);
     }

@@ -134,7 +134,8 @@ static td_status_t start_tls(app_t *app)
         TD_LOG_ERROR("option missing", "expected=\"--tls-cert FILE and --tls-key FILE, both\"");
         return TD_ERR_INVALID;
     }
-    return rtr_tls_open(cert, key, &app->tls);
+    return rtr_tls_open(cert, key, (uint32_t)td_config_u64(app->proc.config, "receive-ms"),
+                        &app->tls);
 }
 
 /* In etcd, for nodes that look there: from now until it drains. */

@@ -1,7 +1,10 @@
 #include "router/rtr_access.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <limits.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -16,6 +19,8 @@
 
 #define FLUSH_MS 200u
 #define LINE_BYTES_MAX 1024u
+#define LOOK_MS 100   /* how soon a writer that nobody reads notices the end */
+#define LAST_MS 1000u /* what it then still has to get rid of its lines */
 
 struct rtr_access {
     rtr_metrics_t *metrics; /* borrowed */
@@ -31,6 +36,7 @@ struct rtr_access {
     /* The writer's own. */
     int fd;
     td_str_t writing;
+    bool torn; /* the file ends in the middle of a line */
 };
 
 /* --- the file --------------------------------------------------------------------------------- */
@@ -40,9 +46,10 @@ static bool is_stdout(const rtr_access_t *a)
     return strcmp(a->path, "-") == 0;
 }
 
+/* A fifo that nobody reads is an error, not something to wait for. */
 static int open_log(const char *path)
 {
-    return open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0640);
+    return open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0640);
 }
 
 /* After a rotation the name is another file's, or nobody's. */
@@ -60,21 +67,65 @@ static void follow_name(rtr_access_t *a)
     if (fd >= 0) { /* else the old one is better than none */
         (void)close(a->fd);
         a->fd = fd;
+        a->torn = false;
     }
+}
+
+/* Whoever reads a pipe may be slow, which costs lines, or never read again, which must not keep the
+ * router from ending. False: there is no more time. */
+static bool wait_for_room(rtr_access_t *a, uint64_t *stop_by_ns)
+{
+    struct pollfd at = {.fd = a->fd, .events = POLLOUT};
+
+    while (poll(&at, 1, LOOK_MS) <= 0) {
+        (void)pthread_mutex_lock(&a->mu);
+        if (a->stopping && *stop_by_ns == 0) {
+            *stop_by_ns = td_now_ns() + LAST_MS * TD_NS_PER_MS;
+        }
+        (void)pthread_mutex_unlock(&a->mu);
+        if (*stop_by_ns != 0 && td_remaining_ns(*stop_by_ns) == 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Answers how many bytes went out: all of them, unless the disk is full or nobody reads. */
+static size_t write_bytes(rtr_access_t *a, const char *bytes, size_t len, uint64_t *stop_by_ns)
+{
+    size_t done = 0;
+
+    while (done < len && wait_for_room(a, stop_by_ns)) {
+        /* So many a pipe that has room takes without blocking, ours or not. */
+        const ssize_t n = write(a->fd, bytes + done, TD_MIN(len - done, (size_t)PIPE_BUF));
+        if (n > 0) {
+            done += (size_t)n;
+        } else if (n == 0 || (errno != EAGAIN && errno != EINTR)) {
+            break;
+        }
+    }
+    return done;
 }
 
 static void write_out(rtr_access_t *a)
 {
+    const char *bytes = a->writing.bytes;
+    const size_t len = a->writing.len;
+    uint64_t stop_by_ns = 0;
+    uint64_t dropped = 0;
     size_t done = 0;
 
-    while (done < a->writing.len) {
-        const ssize_t n = write(a->fd, a->writing.bytes + done, a->writing.len - done);
-        if (n <= 0) {
-            td_metric_add(a->metrics->access_dropped, 1); /* a full disk: at least one line */
-            break;
-        }
-        done += (size_t)n;
+    if (a->torn && write_bytes(a, "\n", 1, &stop_by_ns) == 1) {
+        a->torn = false; /* what comes now is a line of its own */
     }
+    if (!a->torn) {
+        done = write_bytes(a, bytes, len, &stop_by_ns);
+        a->torn = done > 0 && bytes[done - 1] != '\n';
+    }
+    for (size_t i = done; i < len; i++) {
+        dropped += bytes[i] == '\n';
+    }
+    td_metric_add(a->metrics->access_dropped, dropped);
     td_str_clear(&a->writing);
 }
 
@@ -146,9 +197,9 @@ static size_t format_line(const rtr_access_entry_t *e, char *out, size_t room)
     return (size_t)n + 1;
 }
 
-static void clean_path(char *path)
+static void clean(char *text)
 {
-    for (char *c = path; *c != '\0'; c++) {
+    for (char *c = text; *c != '\0'; c++) {
         if (*c <= 0x20 || *c > 0x7e || *c == '"' || *c == '\\') {
             *c = '?'; /* a line stays one line, and its fields where they are */
         }
@@ -165,7 +216,8 @@ void rtr_access_add(rtr_access_t *a, rtr_access_entry_t *entry)
         return;
     }
     entry->time_ms = td_wall_ms();
-    clean_path(entry->path);
+    clean(entry->method);
+    clean(entry->path);
     if (a->has_writer) {
         len = format_line(entry, line, sizeof(line));
     }

@@ -1,8 +1,8 @@
 /* rtr_access.h - what was asked over HTTP, once it ended: a line each in the access log, and the
  * newest generations for the status page. Never prompts, tokens or keys.
  * A thread of its own writes the file, so no request waits for a disk; lines that it cannot keep up
- * with are dropped and counted. A file that was renamed or removed is opened anew.
- * Threads: create, destroy: init; the rest: any. */
+ * with are dropped and counted. A file that was renamed or removed is opened anew. The end waits
+ * for nobody who does not read a pipe. Threads: create, destroy: init; the rest: any. */
 #pragma once
 
 #include <stdbool.h>

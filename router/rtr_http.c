@@ -17,6 +17,7 @@
 #define CONNECTION_BYTES 32768u
 #define STREAM_BLOCK_BYTES 8192u
 #define DISCARD_BYTES_MAX (64u << 20) /* of a body that is refused; more closes the connection */
+#define STATUS_MS 100u /* how old /status may be: hundreds of nodes take milliseconds to write */
 #define MODELS_PATH "/v1/models/"
 
 struct rtr_http {
@@ -26,6 +27,10 @@ struct rtr_http {
     atomic_bool draining; /* relaxed: a request sooner or later is refused */
     atomic_bool stopping; /* seq_cst, with the watch table's lock: see suspend_locked() */
     char address[64];
+    /* The HTTP thread's: the last answer of /status. */
+    td_str_t status_text;
+    const rtr_tenant_t *status_tenant; /* borrowed; whose requests are in it */
+    uint64_t status_ns;                /* 0: there is none */
 };
 
 struct conn;
@@ -248,20 +253,42 @@ static enum MHD_Result get_drafters(conn_t *conn)
                        &text);
 }
 
-static enum MHD_Result get_status(conn_t *conn)
+/* Whoever asks all the time, or many pages at once, must not hold up streams. */
+static td_status_t write_status(rtr_http_t *http, const rtr_tenant_t *tenant)
 {
-    const rtr_http_config_t *config = &conn->http->config;
+    const rtr_http_config_t *config = &http->config;
+    const uint64_t now = td_now_ns();
     const rtr_status_t status = {.model = config->model,
                                  .metrics = config->metrics,
                                  .registry = rtr_loop_registry(config->loop),
                                  .access = config->access,
                                  .router = config->router,
-                                 .tenant = config->auth == NULL ? NULL : conn->tenant,
-                                 .state = state_of(conn->http),
-                                 .uptime_ms = (td_now_ns() - conn->http->begun_ns) / TD_NS_PER_MS};
-    td_str_t text = {0};
+                                 .tenant = tenant,
+                                 .state = state_of(http),
+                                 .uptime_ms = (now - http->begun_ns) / TD_NS_PER_MS};
 
-    return answer_json(conn, rtr_status_json(&status, &text), &text);
+    if (http->status_ns != 0 && tenant == http->status_tenant &&
+        now - http->status_ns < STATUS_MS * TD_NS_PER_MS) {
+        return TD_OK;
+    }
+    http->status_ns = 0;
+    td_str_clear(&http->status_text);
+    TD_TRY(rtr_status_json(&status, &http->status_text));
+    http->status_tenant = tenant;
+    http->status_ns = now;
+    return TD_OK;
+}
+
+static enum MHD_Result get_status(conn_t *conn)
+{
+    rtr_http_t *http = conn->http;
+    td_str_t text = {0};
+    td_status_t status = write_status(http, http->config.auth == NULL ? NULL : conn->tenant);
+
+    if (status == TD_OK) {
+        status = td_str_append(&text, http->status_text.bytes, http->status_text.len);
+    }
+    return answer_json(conn, status, &text);
 }
 
 static enum MHD_Result get_page(conn_t *conn)
@@ -769,6 +796,7 @@ void rtr_http_destroy(rtr_http_t *http)
         return;
     }
     rtr_http_stop(http);
+    td_str_fini(&http->status_text);
     td_free(http);
 }
 

@@ -17,7 +17,7 @@
 #define CHAIN_MAX 8u
 #define FILE_BYTES_MAX (1u << 20)
 #define LOOK_MS 1000u
-#define RETIRED_MS 120000u /* past MHD's time for a handshake, nobody uses an old pair any more */
+#define RETIRED_MS 120000u /* an old pair is kept past the end of its handshakes */
 
 typedef struct pair {
     struct pair *next; /* older */
@@ -37,6 +37,7 @@ typedef struct stamp {
 struct rtr_tls {
     const char *cert_file;
     const char *key_file;
+    uint32_t handshake_ms;
     stamp_t cert_stamp;
     stamp_t key_stamp;
     uint64_t next_look_ns;
@@ -212,11 +213,12 @@ void *rtr_tls_callback(void)
 
 static void free_retired(rtr_tls_t *tls, uint64_t now_ns)
 {
+    const uint64_t kept_ns = ((uint64_t)RETIRED_MS + tls->handshake_ms) * TD_NS_PER_MS;
     pair_t *kept = tls->pairs; /* only this thread changes what is behind the first */
 
     while (kept != NULL && kept->next != NULL) {
         pair_t *old = kept->next;
-        if (now_ns - TD_MIN(old->retired_ns, now_ns) > RETIRED_MS * TD_NS_PER_MS) {
+        if (now_ns - TD_MIN(old->retired_ns, now_ns) > kept_ns) {
             kept->next = old->next;
             pair_free(old);
         } else {
@@ -255,7 +257,8 @@ void rtr_tls_tick(rtr_tls_t *tls, uint64_t now_ns)
     }
 }
 
-td_status_t rtr_tls_open(const char *cert_file, const char *key_file, rtr_tls_t **out)
+td_status_t rtr_tls_open(const char *cert_file, const char *key_file, uint32_t handshake_ms,
+                         rtr_tls_t **out)
 {
     rtr_tls_t *tls = td_calloc(1, sizeof(*tls));
     td_status_t status = TD_OK;
@@ -265,6 +268,7 @@ td_status_t rtr_tls_open(const char *cert_file, const char *key_file, rtr_tls_t 
     }
     tls->cert_file = cert_file;
     tls->key_file = key_file;
+    tls->handshake_ms = handshake_ms;
     (void)pthread_mutex_init(&tls->mu, NULL);
     status = load(tls);
     if (status != TD_OK) {

@@ -13,10 +13,11 @@
 typedef struct rtr_tls rtr_tls_t;
 
 /** cert_file: PEM, the server's certificate first, then those that lead to its root. key_file: PEM,
- * the owner's alone. Borrowed. Errors: TD_ERR_INVALID (not such, or no pair: logged), TD_ERR_IO,
- * TD_ERR_NO_MEMORY. */
+ * the owner's alone. Borrowed. handshake_ms: the longest time that a handshake may take, in which
+ * it may use the key of its begin. Errors: TD_ERR_INVALID (not such, or no pair: logged),
+ * TD_ERR_IO, TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t rtr_tls_open(const char *cert_file, const char *key_file,
-                                       rtr_tls_t **out);
+                                       uint32_t handshake_ms, rtr_tls_t **out);
 /** After the HTTP server has ended. NULL is allowed. */
 void rtr_tls_close(rtr_tls_t *tls);
 /** Looks whether the files have changed, now and then. NULL is allowed. */

@@ -401,8 +401,19 @@ td_status_t td_node_fetch_submit(td_node_fetch_t *job)
         td_free(job);
         return status;
     }
+    job->next = job->node->jobs;
+    job->node->jobs = job;
     job->node->fetches++;
     return TD_OK;
+}
+
+void td_node_fetch_cancel(td_node_t *n, uint64_t ticket, uint32_t attempt)
+{
+    for (const td_node_fetch_t *job = n->jobs; job != NULL; job = job->next) {
+        if (job->ticket == ticket && job->attempt == attempt) {
+            td_transfer_cancel(n->transfer, job->fetch.id);
+        }
+    }
 }
 
 uint32_t td_node_fetch_found(td_node_t *n, td_seq_t *seq, uint64_t ticket, uint32_t attempt,
@@ -529,6 +540,14 @@ void td_node_fetch_verify(td_node_fetch_t *job)
 
 void td_node_fetch_free(td_node_fetch_t *job)
 {
+    td_node_fetch_t **link = &job->node->jobs;
+
+    while (*link != NULL && *link != job) {
+        link = &(*link)->next;
+    }
+    if (*link == job) {
+        *link = job->next;
+    }
     td_free(job);
 }
 

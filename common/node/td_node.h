@@ -68,9 +68,10 @@ typedef struct td_node_fetch {
     struct td_node *node;
     uint64_t ticket;
     uint32_t attempt;
-    uint32_t first;            /* the node's own: logical index of the first block */
-    uint32_t layers;           /* layers each piece brings */
-    bool hashed;               /* the verifier has been there: hashes are those of our copy */
+    uint32_t first;  /* the node's own: logical index of the first block */
+    uint32_t layers; /* layers each piece brings */
+    bool hashed;     /* the verifier has been there: hashes are those of our copy */
+    struct td_node_fetch *next;
     uint64_t *hashes;          /* [fetch.piece_count], behind the pieces */
     td_fetch_piece_t pieces[]; /* [fetch.piece_count] */
 } td_node_fetch_t;
@@ -91,6 +92,7 @@ typedef struct td_node {
     td_verify_t *verify;   /* hashes what was fetched */
     td_ring_t *fetched;    /* td_node_fetch_t that were fetched or hashed */
     uint32_t fetches;      /* under way: with the transfer, the verifier, or in fetched */
+    td_node_fetch_t *jobs; /* list: submitted, and not freed yet */
     uint32_t stop_ids[TD_NODE_STOP_IDS_MAX];
     uint32_t stop_count;
     td_metric_t *kv_states[5];
@@ -154,6 +156,9 @@ td_node_fetch_t *td_node_fetch_new(td_node_t *node, uint64_t peer_incarnation,
                                    uint32_t piece_count);
 /** Submits it; it comes back over node->fetched. Errors: TD_ERR_BUSY: the job has been freed. */
 TD_MUST_CHECK td_status_t td_node_fetch_submit(td_node_fetch_t *job);
+/** Ends a ticket's fetches early: nobody wants what they bring, and over a slow link they would
+ * hold its blocks for as long as the peer sends. They come back all the same. */
+void td_node_fetch_cancel(td_node_t *node, uint64_t ticket, uint32_t attempt);
 /** Fetches blocks that a store has found, in jobs of up to TD_NODE_FETCH_BYTES on one segment, into
  * blocks by which seq grows. What no position behind them sees is skipped, not fetched; blocks
  * beyond its reservation are reserved, or nothing is fetched. job->first is the logical index of a

@@ -15,7 +15,7 @@
 
 #define GATHER_MS 500u
 #define BATCH_MAX 512u
-#define TIMEOUT_MS 2000L
+#define TIMEOUT_MS 2000u
 #define FAILURE_LOG_MS 30000u /* one line for so long an outage */
 #define URL_CHARS_MAX 511u
 
@@ -29,6 +29,7 @@ struct td_tracer {
     pthread_mutex_t mu; /* a leaf; guards what follows */
     pthread_cond_t more;
     bool stopping;
+    uint64_t stop_by_ns; /* while stopping */
     uint32_t count;
     uint64_t first;  /* place of the oldest in the ring */
     td_span_t *ring; /* owned [TD_TRACER_SPANS_MAX] */
@@ -122,7 +123,7 @@ static size_t swallow(char *bytes, size_t size, size_t count, void *ctx)
     return size * count;
 }
 
-static void send_batch(td_tracer_t *t, uint32_t count)
+static void send_batch(td_tracer_t *t, uint32_t count, uint64_t timeout_ms)
 {
     const uint64_t now = td_now_ns();
     char *text = batch_json(t, count);
@@ -130,6 +131,7 @@ static void send_batch(td_tracer_t *t, uint32_t count)
     CURLcode code = CURLE_OUT_OF_MEMORY;
 
     if (text != NULL) {
+        (void)curl_easy_setopt(t->curl, CURLOPT_TIMEOUT_MS, (long)timeout_ms);
         (void)curl_easy_setopt(t->curl, CURLOPT_POSTFIELDS, text);
         (void)curl_easy_setopt(t->curl, CURLOPT_POSTFIELDSIZE, (long)strlen(text));
         code = curl_easy_perform(t->curl);
@@ -168,15 +170,15 @@ static void wait_locked(td_tracer_t *t)
 static void *sender_main(void *ctx)
 {
     td_tracer_t *t = ctx;
-    uint64_t stop_by_ns = 0;
 
     for (;;) {
         struct timespec wall;
+        uint64_t left_ms = TIMEOUT_MS;
         uint32_t count = 0;
         (void)pthread_mutex_lock(&t->mu);
         wait_locked(t);
-        if (t->stopping && stop_by_ns == 0) {
-            stop_by_ns = td_now_ns() + (uint64_t)TIMEOUT_MS * TD_NS_PER_MS;
+        if (t->stopping) {
+            left_ms = td_remaining_ns(t->stop_by_ns) / TD_NS_PER_MS;
         }
         count = TD_MIN(t->count, BATCH_MAX);
         for (uint32_t i = 0; i < count; i++) {
@@ -185,14 +187,17 @@ static void *sender_main(void *ctx)
         t->first += count;
         t->count -= count;
         (void)pthread_mutex_unlock(&t->mu);
-        if (count == 0 || (stop_by_ns != 0 && td_remaining_ns(stop_by_ns) == 0)) {
+        if (count == 0) {
+            return NULL; /* it ends, and nothing is left */
+        }
+        if (left_ms == 0) { /* it ends, and has no more time */
             td_metric_add(t->dropped, count);
-            return NULL; /* nothing is left, or no time */
+            continue;
         }
         (void)clock_gettime(CLOCK_REALTIME, &wall);
         t->to_wall_ns =
             (int64_t)wall.tv_sec * (int64_t)TD_NS_PER_S + wall.tv_nsec - (int64_t)td_now_ns();
-        send_batch(t, count);
+        send_batch(t, count, left_ms);
     }
 }
 
@@ -232,7 +237,6 @@ static td_status_t open_curl(td_tracer_t *t)
     (void)curl_easy_setopt(t->curl, CURLOPT_NOSIGNAL, 1L);
     (void)curl_easy_setopt(t->curl, CURLOPT_HTTPHEADER, &type);
     (void)curl_easy_setopt(t->curl, CURLOPT_WRITEFUNCTION, swallow);
-    (void)curl_easy_setopt(t->curl, CURLOPT_TIMEOUT_MS, TIMEOUT_MS);
     (void)curl_easy_setopt(t->curl, CURLOPT_PROTOCOLS_STR, "http,https");
     (void)curl_easy_setopt(t->curl, CURLOPT_USERAGENT, "tandem/" TD_VERSION);
     (void)curl_easy_setopt(t->curl, CURLOPT_POST, 1L);
@@ -309,6 +313,7 @@ void td_tracer_destroy(td_tracer_t *t)
     }
     (void)pthread_mutex_lock(&t->mu);
     t->stopping = true;
+    t->stop_by_ns = td_now_ns() + (uint64_t)TIMEOUT_MS * TD_NS_PER_MS;
     (void)pthread_cond_signal(&t->more);
     (void)pthread_mutex_unlock(&t->mu);
     (void)pthread_join(t->thread, NULL);

@@ -3,6 +3,8 @@ and shrinks, loses links and hosts, and is parted from etcd. Whatever happens, e
 undisturbed one, and none is an error, since somebody is always there who can serve.
 
 Hosts are network namespaces (tests/hosts.py), so nothing goes by shared memory."""
+import http.client
+import json
 import os
 import signal
 import sys
@@ -329,6 +331,31 @@ def test_i1_narrow_links_change_times_alone(options):
     print(f"    a long prompt: {quick:.1f} s, behind narrow links and under load {slow:.1f} s")
     check_at_rest(c)
     check_no_error(c, before)
+
+
+def begin(c, more):
+    """A connection on which a long prompt is asked for."""
+    host, port = c.processes["router"]["http"].rsplit(":", 1)
+    client = http.client.HTTPConnection(host, int(port), timeout=30)
+    client.request("POST", "/v1/completions", json.dumps({
+        "model": c.model, "prompt": LONG, "max_tokens": 6, **more}))
+    return client
+
+
+@test
+def test_i5_blocks_come_back_at_once_from_a_slow_link_whose_request_ended(options):
+    """A slow link may take as long as it likes, but only for who still waits for what it brings."""
+    c = cluster(options)
+    c.ask_at("prefill-1", "left", LONG, tandem={"prefill": "prefill-1", "decode": "decode-1"})
+    c.host("prefill-1").slow("8mbit")  # it takes 15 s then
+    try:
+        client = begin(c, {"cache_salt": "left", "tandem": {"prefill": "prefill-1", "decode": "decode-2"}})
+        wait_until(lambda: c.held_blocks(["decode-2"]) > 20, 10, "blocks come")
+        client.close()
+        wait_until(lambda: c.held_blocks(["decode-2"]) == 0, 4, "they are free again")
+    finally:
+        c.host("prefill-1").hasten()
+    check_at_rest(c)
 
 
 if __name__ == "__main__":

@@ -50,5 +50,21 @@ def test_a_cut_link_is_noticed_and_answered(options):
                    "everybody is back")
 
 
+@test
+def test_f7_revoked_offers_give_their_space_back_behind_a_slow_link(options):
+    args = {**ARGS, "router": ["--self-prefill-tokens", "2000"],
+            "kvstore": ["--capacity", "64M", "--put-abandoned-ms", "1500"]}
+    with HostCluster(options, kvstore=1, args=args) as c:
+        def says(series):
+            return c.metrics("kvstore-1")[f"tandem_kvstore_{series}"]
+        c.complete("Hi", max_tokens=1)
+        c.host("decode-1").slow("4mbit")  # what it offers then takes 30 s
+        with c.complete("The ferrymen kept a book of every crossing in fog. " * 50, max_tokens=400,
+                        ignore_eos=True, stream=True):
+            wait_until(lambda: says('puts_total{result="revoked"}') > 5, 20, "offers are revoked")
+        wait_until(lambda: says('kv_blocks{state="active"}') == 0, 4, "their space is free")
+        c.host("decode-1").hasten()
+
+
 if __name__ == "__main__":
     main(__doc__)

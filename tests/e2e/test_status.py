@@ -70,6 +70,10 @@ def test_status_tells_nodes_and_requests(options):
         assert status["counts"]["ended"]["bad_request"] == 1
         # Prompts and answers are nowhere in it.
         assert "harbour" not in json.dumps(status)
+        # Whoever asks all the time makes it write one in 100 ms, and reads that again.
+        begun_s = time.monotonic()
+        written = {c.request("GET", "/status", check=True).json["uptime_ms"] for _ in range(100)}
+        assert len(written) <= 2 + (time.monotonic() - begun_s) / 0.1, len(written)
 
 
 @test

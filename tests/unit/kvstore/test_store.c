@@ -583,6 +583,27 @@ static void test_f8_segment_without_a_free_block_takes_new_ones(void **state)
     assert_int_equal(w->found, 8);
 }
 
+/* What is there already needs no room: offering it again (another node computed it, too) costs
+ * nobody its blocks. */
+static void test_store_blocks_offered_again_evict_nothing(void **state)
+{
+    world_t *w = *state;
+    uint32_t idx[8];
+
+    put_blocks(w, 0, 8);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    put_blocks(w, 8, 8);
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    for (uint32_t i = 0; i < 8; i++) {
+        const td_block_key_t key = key_of(8 + i);
+        idx[i] = td_pool_find(w->pool, &key);
+    }
+    assert_int_equal(kvs_client_put(w->client, idx, 8), TD_OK); /* twice what is free */
+    TURN_UNTIL(w, kvs_client_pinned(w->client) == 0);
+    lookup(w, 0, 8);
+    assert_int_equal(w->found, 8);
+}
+
 /* F8: so does an index that is smaller than the segments. */
 static void test_f8_full_index_evicts_and_takes_new_keys(void **state)
 {
@@ -1654,6 +1675,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_f8_full_segment_evicts_and_takes_new_blocks, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_f8_segment_without_a_free_block_takes_new_ones, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_store_blocks_offered_again_evict_nothing, setup,
                                         teardown),
         cmocka_unit_test_setup_teardown(test_f8_full_index_evicts_and_takes_new_keys,
                                         setup_small_index, teardown),
