@@ -264,17 +264,19 @@ static enum MHD_Result get_status(conn_t *conn)
     return answer_json(conn, rtr_status_json(&status, &text), &text);
 }
 
-static enum MHD_Result get_page(conn_t *conn)
+/* A file that is part of the program. policy: of what it may load; "": it is no page. */
+static enum MHD_Result answer_file(conn_t *conn, const char *type, const char *bytes, size_t len,
+                                   const char *policy)
 {
-    struct MHD_Response *response = MHD_create_response_from_buffer(
-        rtr_page_bytes(), (void *)(uintptr_t)rtr_page_html, MHD_RESPMEM_PERSISTENT);
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(len, (void *)(uintptr_t)bytes, MHD_RESPMEM_PERSISTENT);
     enum MHD_Result result = MHD_NO;
 
     if (response == NULL) {
         return MHD_NO;
     }
-    add_header(response, "Content-Type", "text/html; charset=utf-8");
-    add_header(response, "Content-Security-Policy", rtr_page_policy());
+    add_header(response, "Content-Type", type);
+    add_header(response, "Content-Security-Policy", policy);
     add_header(response, "X-Content-Type-Options", "nosniff");
     add_header(response, "Referrer-Policy", "no-referrer");
     add_header(response, "Cache-Control", "no-cache");
@@ -282,6 +284,17 @@ static enum MHD_Result get_page(conn_t *conn)
     result = MHD_queue_response(conn->mhd, 200, response);
     MHD_destroy_response(response);
     return result;
+}
+
+static enum MHD_Result get_page(conn_t *conn)
+{
+    return answer_file(conn, "text/html; charset=utf-8", rtr_page_html, rtr_page_bytes(),
+                       rtr_page_policy());
+}
+
+static enum MHD_Result get_openapi(conn_t *conn)
+{
+    return answer_file(conn, "application/json", rtr_page_openapi, rtr_page_openapi_bytes(), "");
 }
 
 static const route_t routes[] = {
@@ -296,6 +309,7 @@ static const route_t routes[] = {
     {"GET", "/health", false, false, RTR_KIND_CHAT, get_health},
     {"GET", "/ready", false, false, RTR_KIND_CHAT, get_ready},
     {"GET", "/metrics", false, false, RTR_KIND_CHAT, get_metrics},
+    {"GET", "/openapi.json", false, false, RTR_KIND_CHAT, get_openapi},
     {"GET", "/", false, false, RTR_KIND_CHAT, get_page},
 };
 
