@@ -14,7 +14,7 @@
 #include "router/rtr_status.h"
 
 #define IDLE_TIMEOUT_S 60u
-#define CONNECTION_BYTES 32768u
+#define CONNECTION_BYTES 36864u /* past 32 KiB MHD maps it, so that it goes back when it closes */
 #define STREAM_BLOCK_BYTES 8192u
 #define DISCARD_BYTES_MAX (64u << 20) /* of a body that is refused; more closes the connection */
 #define MODELS_PATH "/v1/models/"
