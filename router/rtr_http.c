@@ -4,6 +4,7 @@
 #include <microhttpd.h>
 #include <stdio.h>
 #include <string.h>
+#include <strings.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
@@ -597,6 +598,43 @@ static void find_slot(conn_t *conn)
     }
 }
 
+typedef struct framing {
+    uint32_t said; /* how often it is said where the body ends */
+    bool odd;
+} framing_t;
+
+static enum MHD_Result look_at_header(void *cls, enum MHD_ValueKind kind, const char *name,
+                                      const char *value)
+{
+    framing_t *framing = cls;
+    const bool is_coding = strcasecmp(name, "Transfer-Encoding") == 0;
+    (void)kind;
+
+    framing->said += is_coding || strcasecmp(name, "Content-Length") == 0;
+    framing->odd = framing->odd || strpbrk(name, " \t") != NULL ||
+                   (is_coding && (value == NULL || strcasecmp(value, "chunked") != 0));
+    return MHD_YES;
+}
+
+/* False: a proxy before us may see other requests in the same bytes than we do, and let one through
+ * that it should not (RFC 9112, 5.1 and 6.3). MHD takes the first of two lengths, waits for the end
+ * of a coding that it doesn't know, and keeps the blank of "Content-Length : 5" in the name. */
+static bool is_framed_clearly(struct MHD_Connection *connection)
+{
+    framing_t framing = {0};
+
+    (void)MHD_get_connection_values(connection, MHD_HEADER_KIND, look_at_header, &framing);
+    return framing.said <= 1 && !framing.odd;
+}
+
+/* A zero byte would end the path before its end: /health for us, but not for a proxy. */
+static size_t unescape(void *cls, struct MHD_Connection *connection, char *text)
+{
+    (void)cls;
+    (void)connection;
+    return strstr(text, "%00") == NULL ? MHD_http_unescape(text) : strlen(text);
+}
+
 /* When what a client has to send now must be there. idle_s: that it may say nothing before. */
 static uint64_t until(const rtr_http_t *http, uint32_t idle_s)
 {
@@ -608,6 +646,7 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
                               size_t *upload_len, void **state)
 {
     conn_t *conn = *state;
+    rtr_error_t error;
     (void)version;
 
     if (conn == NULL) {
@@ -622,7 +661,13 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
         if (conn->has_slot) {
             rtr_gone_expect(conn->http->config.gone, conn->watch_slot, until(conn->http, 0));
         }
-        return MHD_YES; /* an answer in the first call would close the connection */
+        if (!is_framed_clearly(connection)) {
+            rtr_error_set(&error, 400, "ambiguous_framing", NULL,
+                          "Content-Length or Transfer-Encoding: chunked is expected, once, and no "
+                          "blank in a header's name.");
+            return answer_error(conn, &error, "");
+        }
+        return MHD_YES; /* an answer in the first call closes the connection */
     }
     if (*upload_len > 0) {
         size_t len = *upload_len;
@@ -736,8 +781,9 @@ td_status_t rtr_http_create(const rtr_http_config_t *config, rtr_http_t **out)
         config->connections_max, MHD_OPTION_CONNECTION_TIMEOUT, IDLE_TIMEOUT_S,
         MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES, MHD_OPTION_NOTIFY_COMPLETED,
         on_completed, http, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http,
-        MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u, MHD_OPTION_PER_IP_CONNECTION_LIMIT,
-        config->connections_per_ip, MHD_OPTION_ARRAY, tls, MHD_OPTION_END);
+        MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u,
+        MHD_OPTION_PER_IP_CONNECTION_LIMIT, config->connections_per_ip, MHD_OPTION_ARRAY, tls,
+        MHD_OPTION_END);
     if (http->daemon == NULL) {
         TD_LOG_ERROR("http port cannot be opened", "listen=%s err=\"%m\"", config->listen);
         td_free(http);

@@ -149,6 +149,20 @@ def test_ten_thousand_connections_hold_up_nobody(options):
 
 
 @test
+def test_clients_that_leave_amid_a_request_are_let_go(options):
+    """Long before they would be cut off for being slow."""
+    with Cluster(options.bin, prefill=0, decode=0, kvstore=0) as c:
+        pid = c.pids()["router"]
+        port = int(c.address.rsplit(":", 1)[1])
+        before = descriptors(pid)
+        for i in range(200):
+            with socket.create_connection(("127.0.0.1", port), timeout=c.http_timeout_s) as s:
+                s.sendall(HALVES[i % len(HALVES)])
+        wait_until(lambda: descriptors(pid) <= before + 2, 20, "their descriptors are closed")
+        assert c.metrics()["tandem_router_slow_clients_total"] == 0
+
+
+@test
 def test_more_connections_than_descriptors(options):
     """The router is out of descriptors: who is connected is served, others are once there are some."""
     with Cluster(options.bin, prefill=0, decode=0, kvstore=0) as c:
