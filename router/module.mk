@@ -1,7 +1,7 @@
 ROUTER_SRC := $(filter-out router/main.c router/sim_main.c router/ctl_%.c,$(wildcard router/*.c))
 $(B)/librouter.a: $(ROUTER_SRC:%.c=$(B)/%.o)
 	@rm -f $@; ar rcs $@ $^
-$(B)/router/rtr_page.o: router/status_page.html
+$(B)/router/rtr_page.o: router/status_page.html router/openapi.json
 ifneq ($(wildcard router/main.c),)
 PROGRAMS += tandem-router tandem-sim tandemctl
 $(BIN)/tandem-router: $(B)/router/main.o $(B)/librouter.a $(B)/libkvstore.a $(B)/libtandem.a

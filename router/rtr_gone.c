@@ -6,10 +6,12 @@
 #include <unistd.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 
 #define EVENTS_MAX 64
 #define CUT_SLOTS 4096u /* looked at in a call */
+#define LEFT_NS (100 * TD_NS_PER_MS)
 
 typedef struct watch {
     rtr_request_t *req; /* borrowed until unwatch; NULL = none under way */
@@ -114,10 +116,17 @@ void rtr_gone_close(rtr_gone_t *g, uint32_t slot)
     (void)pthread_mutex_unlock(&g->mu);
 }
 
+/* Nothing more comes of a client that has left. MHD doesn't always see that, where the end came
+ * together with half a request: it would wait for the rest. What is whole is taken until then. */
+static uint64_t bound(const watch_t *w, uint64_t until_ns)
+{
+    return until_ns == 0 || !w->left ? until_ns : TD_MIN(until_ns, td_now_ns() + LEFT_NS);
+}
+
 void rtr_gone_expect(rtr_gone_t *g, uint32_t slot, uint64_t until_ns)
 {
     (void)pthread_mutex_lock(&g->mu);
-    g->watches[slot].until_ns = until_ns;
+    g->watches[slot].until_ns = bound(&g->watches[slot], until_ns);
     (void)pthread_mutex_unlock(&g->mu);
 }
 
@@ -137,7 +146,7 @@ uint32_t rtr_gone_cut_slow(rtr_gone_t *g, uint64_t now_ns)
         if (w->open && w->until_ns != 0 && now_ns > w->until_ns) {
             w->until_ns = 0;
             (void)shutdown(w->fd, SHUT_RDWR); /* MHD finds it closed, and closes it */
-            cut++;
+            cut += !w->left;
         }
     }
     (void)pthread_mutex_unlock(&g->mu);
@@ -184,6 +193,7 @@ uint32_t rtr_gone_collect(rtr_gone_t *g)
             continue;
         }
         w->left = true; /* what it sent before it left is not answered either */
+        w->until_ns = bound(w, w->until_ns);
         if (w->req != NULL) {
             rtr_request_mark_gone(w->req);
             marked++;

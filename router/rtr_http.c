@@ -4,6 +4,7 @@
 #include <microhttpd.h>
 #include <stdio.h>
 #include <string.h>
+#include <strings.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
@@ -14,7 +15,7 @@
 #include "router/rtr_status.h"
 
 #define IDLE_TIMEOUT_S 60u
-#define CONNECTION_BYTES 32768u
+#define CONNECTION_BYTES 36864u /* past 32 KiB MHD maps it, so that it goes back when it closes */
 #define STREAM_BLOCK_BYTES 8192u
 #define DISCARD_BYTES_MAX (64u << 20) /* of a body that is refused; more closes the connection */
 #define STATUS_MS 100u /* how old /status may be: hundreds of nodes take milliseconds to write */
@@ -291,17 +292,19 @@ static enum MHD_Result get_status(conn_t *conn)
     return answer_json(conn, status, &text);
 }
 
-static enum MHD_Result get_page(conn_t *conn)
+/* A file that is part of the program. policy: of what it may load; "": it is no page. */
+static enum MHD_Result answer_file(conn_t *conn, const char *type, const char *bytes, size_t len,
+                                   const char *policy)
 {
-    struct MHD_Response *response = MHD_create_response_from_buffer(
-        rtr_page_bytes(), (void *)(uintptr_t)rtr_page_html, MHD_RESPMEM_PERSISTENT);
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(len, (void *)(uintptr_t)bytes, MHD_RESPMEM_PERSISTENT);
     enum MHD_Result result = MHD_NO;
 
     if (response == NULL) {
         return MHD_NO;
     }
-    add_header(response, "Content-Type", "text/html; charset=utf-8");
-    add_header(response, "Content-Security-Policy", rtr_page_policy());
+    add_header(response, "Content-Type", type);
+    add_header(response, "Content-Security-Policy", policy);
     add_header(response, "X-Content-Type-Options", "nosniff");
     add_header(response, "Referrer-Policy", "no-referrer");
     add_header(response, "Cache-Control", "no-cache");
@@ -309,6 +312,17 @@ static enum MHD_Result get_page(conn_t *conn)
     result = MHD_queue_response(conn->mhd, 200, response);
     MHD_destroy_response(response);
     return result;
+}
+
+static enum MHD_Result get_page(conn_t *conn)
+{
+    return answer_file(conn, "text/html; charset=utf-8", rtr_page_html, rtr_page_bytes(),
+                       rtr_page_policy());
+}
+
+static enum MHD_Result get_openapi(conn_t *conn)
+{
+    return answer_file(conn, "application/json", rtr_page_openapi, rtr_page_openapi_bytes(), "");
 }
 
 static const route_t routes[] = {
@@ -323,6 +337,7 @@ static const route_t routes[] = {
     {"GET", "/health", false, false, RTR_KIND_CHAT, get_health},
     {"GET", "/ready", false, false, RTR_KIND_CHAT, get_ready},
     {"GET", "/metrics", false, false, RTR_KIND_CHAT, get_metrics},
+    {"GET", "/openapi.json", false, false, RTR_KIND_CHAT, get_openapi},
     {"GET", "/", false, false, RTR_KIND_CHAT, get_page},
 };
 
@@ -610,6 +625,43 @@ static void find_slot(conn_t *conn)
     }
 }
 
+typedef struct framing {
+    uint32_t said; /* how often it is said where the body ends */
+    bool odd;
+} framing_t;
+
+static enum MHD_Result look_at_header(void *cls, enum MHD_ValueKind kind, const char *name,
+                                      const char *value)
+{
+    framing_t *framing = cls;
+    const bool is_coding = strcasecmp(name, "Transfer-Encoding") == 0;
+    (void)kind;
+
+    framing->said += is_coding || strcasecmp(name, "Content-Length") == 0;
+    framing->odd = framing->odd || strpbrk(name, " \t") != NULL ||
+                   (is_coding && (value == NULL || strcasecmp(value, "chunked") != 0));
+    return MHD_YES;
+}
+
+/* False: a proxy before us may see other requests in the same bytes than we do, and let one through
+ * that it should not (RFC 9112, 5.1 and 6.3). MHD takes the first of two lengths, waits for the end
+ * of a coding that it doesn't know, and keeps the blank of "Content-Length : 5" in the name. */
+static bool is_framed_clearly(struct MHD_Connection *connection)
+{
+    framing_t framing = {0};
+
+    (void)MHD_get_connection_values(connection, MHD_HEADER_KIND, look_at_header, &framing);
+    return framing.said <= 1 && !framing.odd;
+}
+
+/* A zero byte would end the path before its end: /health for us, but not for a proxy. */
+static size_t unescape(void *cls, struct MHD_Connection *connection, char *text)
+{
+    (void)cls;
+    (void)connection;
+    return strstr(text, "%00") == NULL ? MHD_http_unescape(text) : strlen(text);
+}
+
 /* When what a client has to send now must be there. idle_s: that it may say nothing before. */
 static uint64_t until(const rtr_http_t *http, uint32_t idle_s)
 {
@@ -621,6 +673,7 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
                               size_t *upload_len, void **state)
 {
     conn_t *conn = *state;
+    rtr_error_t error;
     (void)version;
 
     if (conn == NULL) {
@@ -635,7 +688,13 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
         if (conn->has_slot) {
             rtr_gone_expect(conn->http->config.gone, conn->watch_slot, until(conn->http, 0));
         }
-        return MHD_YES; /* an answer in the first call would close the connection */
+        if (!is_framed_clearly(connection)) {
+            rtr_error_set(&error, 400, "ambiguous_framing", NULL,
+                          "Content-Length or Transfer-Encoding: chunked is expected, once, and no "
+                          "blank in a header's name.");
+            return answer_error(conn, &error, "");
+        }
+        return MHD_YES; /* an answer in the first call closes the connection */
     }
     if (*upload_len > 0) {
         size_t len = *upload_len;
@@ -749,8 +808,9 @@ td_status_t rtr_http_create(const rtr_http_config_t *config, rtr_http_t **out)
         config->connections_max, MHD_OPTION_CONNECTION_TIMEOUT, IDLE_TIMEOUT_S,
         MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)CONNECTION_BYTES, MHD_OPTION_NOTIFY_COMPLETED,
         on_completed, http, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http,
-        MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u, MHD_OPTION_PER_IP_CONNECTION_LIMIT,
-        config->connections_per_ip, MHD_OPTION_ARRAY, tls, MHD_OPTION_END);
+        MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u,
+        MHD_OPTION_PER_IP_CONNECTION_LIMIT, config->connections_per_ip, MHD_OPTION_ARRAY, tls,
+        MHD_OPTION_END);
     if (http->daemon == NULL) {
         TD_LOG_ERROR("http port cannot be opened", "listen=%s err=\"%m\"", config->listen);
         td_free(http);

@@ -5,23 +5,27 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The assembler takes the file as it is; the Makefile knows that this object depends on it. */
-__asm__(".section .rodata\n"
-        ".global rtr_page_html\n"
-        ".type rtr_page_html, @object\n"
-        "rtr_page_html:\n"
-        ".incbin \"router/status_page.html\"\n"
-        ".Lrtr_page_end:\n"
-        ".byte 0\n"
-        ".size rtr_page_html, . - rtr_page_html\n"
-        ".balign 8\n"
-        ".global rtr_page_len\n"
-        ".type rtr_page_len, @object\n"
-        "rtr_page_len:\n"
-        ".quad .Lrtr_page_end - rtr_page_html\n"
-        ".size rtr_page_len, 8\n"
-        ".previous\n");
-extern const unsigned long rtr_page_len;
+/* The assembler takes a file as it is, with a zero behind it; the Makefile knows that this object
+ * depends on it. */
+#define PART_OF_PROGRAM(name, path)                                                                \
+    __asm__(".section .rodata\n"                                                                   \
+            ".global " name "\n"                                                                   \
+            ".type " name ", @object\n" name ":\n"                                                 \
+            ".incbin \"" path "\"\n"                                                               \
+            ".L" name "_end:\n"                                                                    \
+            ".byte 0\n"                                                                            \
+            ".size " name ", . - " name "\n"                                                       \
+            ".balign 8\n"                                                                          \
+            ".global " name "_len\n"                                                               \
+            ".type " name "_len, @object\n" name "_len:\n"                                         \
+            ".quad .L" name "_end - " name "\n"                                                    \
+            ".size " name "_len, 8\n"                                                              \
+            ".previous\n")
+
+PART_OF_PROGRAM("rtr_page_html", "router/status_page.html");
+PART_OF_PROGRAM("rtr_page_openapi", "router/openapi.json");
+extern const unsigned long rtr_page_html_len;
+extern const unsigned long rtr_page_openapi_len;
 
 #define HASH_TEXT_BYTES 64u
 
@@ -30,7 +34,12 @@ static pthread_once_t policy_once = PTHREAD_ONCE_INIT;
 
 size_t rtr_page_bytes(void)
 {
-    return rtr_page_len;
+    return rtr_page_html_len;
+}
+
+size_t rtr_page_openapi_bytes(void)
+{
+    return rtr_page_openapi_len;
 }
 
 /* 'sha256-...' of what stands between two tags, once. */

@@ -214,7 +214,8 @@ static td_status_t read_message(const rtr_parse_t *ps, const json_t *message, si
     if (role == NULL) {
         return rtr_refuse(ps, "messages", "messages[%zu].role must be a string", at);
     }
-    if (json_array_size(calls) > 0) {
+    if (calls != NULL && !json_is_null(calls) &&
+        !(json_is_array(calls) && json_array_size(calls) == 0)) {
         return rtr_refuse(ps, "messages", "messages[%zu].tool_calls is not supported", at);
     }
     if (strcmp(role, "developer") == 0) {

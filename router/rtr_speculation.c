@@ -105,10 +105,14 @@ static td_status_t read_prediction(const rtr_parse_t *ps)
     }
     json_array_foreach(content, i, part)
     {
+        const char *kind = json_string_value(json_object_get(part, "type"));
         const json_t *piece = json_object_get(part, "text");
-        if (!json_is_string(piece)) {
+        if (kind == NULL || strcmp(kind, "text") != 0 || !json_is_string(piece)) {
             td_str_fini(&text);
-            return rtr_refuse(ps, "prediction", "prediction.content[%zu] must have a text", i);
+            return rtr_refuse(ps, "prediction",
+                              "prediction.content[%zu] must be {\"type\": \"text\", \"text\": a "
+                              "string}",
+                              i);
         }
         if (status == TD_OK) {
             status = td_str_append(&text, json_string_value(piece), json_string_length(piece));

@@ -6,9 +6,12 @@ NODE_LIBS := $(foreach d,router prefill_node decode_node kvstore,$(if $(wildcard
 TEST_PROGRAMS := $(BIN)/store_worker
 .PHONY: tests
 tests: $(TEST_BIN) $(TEST_PROGRAMS)
+# Of the benchmark client, what one target reads with.
+$(BIN)/tests/fuzz/fuzz_stream $(BIN)/fuzz_stream: WITH := $(B)/tests/bench/bench_stream.o $(B)/tests/bench/bench_http.o
+$(BIN)/tests/fuzz/fuzz_stream $(BIN)/fuzz_stream: $(B)/tests/bench/bench_stream.o $(B)/tests/bench/bench_http.o
 $(BIN)/tests/%: $(B)/tests/%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) $(CMOCKA_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $< $(WITH) $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) $(CMOCKA_LIBS) -o $@
 $(BIN)/store_worker: $(B)/tests/chaos/store_worker.o $(B)/tests/bench/bench_node.o $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
@@ -39,4 +42,4 @@ fuzz:
 fuzz-build: $(addprefix $(BIN)/fuzz_,$(FUZZ_TARGETS))
 $(BIN)/fuzz_%: $(B)/tests/fuzz/fuzz_%.o $(NODE_LIBS) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) -fsanitize=fuzzer $(LDFLAGS_ALL) $< $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) -o $@
+	@$(CC) -fsanitize=fuzzer $(LDFLAGS_ALL) $< $(WITH) $(NODE_LIBS) $(B)/libtandem.a $(LIBS_ALL) $(TIER_LIBS) -o $@

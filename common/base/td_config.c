@@ -89,13 +89,16 @@ td_status_t td_option_parse_u64(const td_option_t *option, const char *text, uin
 
 static bool choice_allows(const char *choices, const char *text)
 {
-    size_t len = strlen(text);
-    for (const char *at = choices; at != NULL; at = strchr(at, '|') ? strchr(at, '|') + 1 : NULL) {
-        if (strncmp(at, text, len) == 0 && (at[len] == '|' || at[len] == '\0')) {
+    for (const char *at = choices;; at++) {
+        const size_t len = strcspn(at, "|");
+        if (strncmp(at, text, len) == 0 && text[len] == '\0') {
             return true;
         }
+        at += len;
+        if (*at == '\0') {
+            return false;
+        }
     }
-    return false;
 }
 
 /* Says what was expected of an option; the text is for the error line. */

@@ -1,6 +1,7 @@
 #include "tests/bench/bench_http.h"
 
 #include <arpa/inet.h>
+#include <ctype.h>
 #include <errno.h>
 #include <netinet/tcp.h>
 #include <stdint.h>
@@ -31,20 +32,37 @@ static const char *header(const char *head, size_t len, const char *name)
     return NULL;
 }
 
+/* Digits before `end`; a number past the limit of a message is only known to be that. False: there
+ * are none. (strtoul() skips line ends, and then reads what is no longer ours.) */
+static bool read_number(const char *at, const char *end, int base, size_t *out)
+{
+    const char *from = at;
+    size_t value = 0;
+
+    for (; at < end && isxdigit((unsigned char)*at) && value <= BENCH_HTTP_MESSAGE_BYTES_MAX;
+         at++) {
+        const int digit = isdigit((unsigned char)*at) ? *at - '0' : (*at | 0x20) - 'a' + 10;
+        if (digit >= base) {
+            break;
+        }
+        value = value * (size_t)base + (size_t)digit;
+    }
+    *out = value;
+    return at > from;
+}
+
 /* Of a chunked body: whether its last chunk is there, and where it ends. */
 static td_status_t find_last_chunk(const char *bytes, size_t len, size_t at, size_t *end_out)
 {
     for (;;) {
         const char *line_end = memchr(bytes + at, '\n', len - at);
-        char *digits_end = NULL;
-        unsigned long size = 0;
+        size_t size = 0;
         size_t data = 0;
 
         if (line_end == NULL) {
             return TD_INPROGRESS;
         }
-        size = strtoul(bytes + at, &digits_end, 16); /* ends at the line's end at the latest */
-        if (digits_end == bytes + at || size > BENCH_HTTP_MESSAGE_BYTES_MAX) {
+        if (!read_number(bytes + at, line_end, 16, &size) || size > BENCH_HTTP_MESSAGE_BYTES_MAX) {
             return TD_ERR_PROTOCOL;
         }
         data = (size_t)(line_end + 1 - bytes);
@@ -64,21 +82,27 @@ td_status_t bench_http_find(const char *bytes, size_t len, bench_http_message_t 
     const char *head_end = memmem(bytes, len, "\r\n\r\n", 4);
     const char *length = NULL;
     const char *coding = NULL;
+    const char *blank = NULL;
     size_t body = 0;
+    size_t status = 0;
 
     if (head_end == NULL) {
         return len > BENCH_HTTP_MESSAGE_BYTES_MAX ? TD_ERR_TOO_LARGE : TD_INPROGRESS;
     }
     *out = (bench_http_message_t){.head_bytes = (size_t)(head_end - bytes) + 4};
-    if (strncmp(bytes, "HTTP/1.", 7) == 0) {
-        out->status = atoi(bytes + strcspn(bytes, " "));
+    blank = memchr(bytes, ' ', (size_t)(head_end - bytes));
+    if (strncmp(bytes, "HTTP/1.", 7) == 0 && blank != NULL &&
+        read_number(blank + 1, head_end, 10, &status)) {
+        out->status = (int)status;
     }
     length = header(bytes, out->head_bytes, "content-length:");
     coding = header(bytes, out->head_bytes, "transfer-encoding:");
     if (coding != NULL && strncasecmp(coding, "chunked", 7) == 0) {
         return find_last_chunk(bytes, len, out->head_bytes, &out->bytes);
     }
-    body = length == NULL ? 0 : strtoul(length, NULL, 10);
+    if (length != NULL && !read_number(length, head_end, 10, &body)) {
+        return TD_ERR_PROTOCOL;
+    }
     if (body > BENCH_HTTP_MESSAGE_BYTES_MAX) {
         return TD_ERR_TOO_LARGE;
     }

@@ -171,8 +171,7 @@ static void take_line(bench_stream_t *s, const char *line, size_t len)
     }
 }
 
-/* Takes whole lines out of what has come; the rest waits in s->line. */
-static void take_bytes(bench_stream_t *s, const char *bytes, size_t len)
+void bench_stream_take(bench_stream_t *s, const char *bytes, size_t len)
 {
     while (len > 0 && s->error[0] == '\0') {
         const char *newline = memchr(bytes, '\n', len);
@@ -203,7 +202,7 @@ static size_t on_body(char *bytes, size_t size, size_t count, void *ctx)
 
     (void)curl_easy_getinfo(s->curl, CURLINFO_RESPONSE_CODE, &s->http_status);
     if (s->http_status == 200) {
-        take_bytes(s, bytes, len);
+        bench_stream_take(s, bytes, len);
     } else if (s->line.len + len > BENCH_BODY_BYTES_MAX ||
                td_str_append(&s->line, bytes, len) != TD_OK) {
         fail(s, "HTTP %ld with a body of more than %u bytes", s->http_status, BENCH_BODY_BYTES_MAX);

@@ -56,6 +56,8 @@ void bench_stream_fini(bench_stream_t *stream);
 /** Makes the next request ready to be performed or added to a multi handle.
  * Owner: body becomes the stream's (td_free). */
 void bench_stream_begin(bench_stream_t *stream, char *body);
+/** Takes whole lines out of what has come of an event stream; the rest waits in line. */
+void bench_stream_take(bench_stream_t *stream, const char *bytes, size_t len);
 /** Judges a transfer that has ended; error is empty if the answer is whole. */
 void bench_stream_end(bench_stream_t *stream, CURLcode code);
 /** Both, and the transfer between them. False when the answer is not whole. */

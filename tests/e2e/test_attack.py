@@ -224,10 +224,34 @@ def test_odd_http_requests_get_an_error_or_no_answer(options):
             "over the limit": (post(path, b"x" * (2 << 20)), 413),
             "bad chunk": (post(path, b"zz\r\nabc\r\n", "Transfer-Encoding: chunked"), 400),
             "huge chunk": (post(path, b"ffffffffffffffff\r\nabc", "Transfer-Encoding: chunked"), 0),
+            "chunk that is longer": (post(path, b"2\r\nxyz\r\n0\r\n\r\n", "Transfer-Encoding: chunked"), 400),
+            "negative chunk": (post(path, b"-1\r\nx\r\n0\r\n\r\n", "Transfer-Encoding: chunked"), 400),
+            "chunk over the limit": (post(path, b"200000\r\n" + b"x" * (2 << 20) + b"\r\n0\r\n\r\n",
+                                          "Transfer-Encoding: chunked"), 413),
+            "many trailers": (post(path, b"1\r\nx\r\n0\r\n" + b"X: y\r\n" * 50_000 + b"\r\n",
+                                   "Transfer-Encoding: chunked"), 431),
+            "length too short": (post(path, b'{"prompt":"a"}', "Content-Length: 5"), 400),
+            "length too long": (post(path, b'{"prompt":"a"}', "Content-Length: 500"), 0),
+            "length that is a word": (post(path, b"{}", "Content-Length: ten"), 400),
+            "body of a GET": (b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 2000000\r\n\r\n" +
+                              b"x" * 2_000_000, 413),
             "negative length": (post(path, b"x", "Content-Length: -5"), 400),
+            # Where a proxy could see other requests than the router does.
             "both lengths": (post(path, b"0\r\n\r\n", "Content-Length: 3",
-                                  "Transfer-Encoding: chunked"), 0),
+                                  "Transfer-Encoding: chunked"), 400),
+            "two lengths": (post(path, b'{"prompt":"a"}', "Content-Length: 14", "Content-Length: 2"), 400),
+            "unknown coding": (post(path, b"x", "Transfer-Encoding: xchunked"), 400),
+            "two codings": (post(path, b"1\r\nx\r\n0\r\n\r\n", "Transfer-Encoding: gzip, chunked"), 400),
+            "blank in a name": (post(path, b"GET /metrics HTTP/1.1\r\n\r\n", "Content-Length: 0",
+                                     "Transfer-Encoding : chunked"), 400),
+            "zero byte in a path": (b"GET /metrics%00.html HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+                                    404),
             "huge header": (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * (1 << 20) + b"\r\n\r\n", 0),
+            "cookies": (b"GET / HTTP/1.1\r\nHost: x\r\nCookie: " + b"a=b; " * 200_000 + b"\r\n\r\n", 431),
+            "long line": (b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+            "many parameters": (b"GET /health?" + b"a=b&" * 4000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 0),
+            "another version": (b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", 505),
+            "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), 0),
             "many headers": (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 50_000 + b"\r\n", 0),
             "long path": (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
                           0),
@@ -244,6 +268,16 @@ def test_odd_http_requests_get_an_error_or_no_answer(options):
                 assert f" {status} ".encode() in first, (name, reply[:300])
             else:
                 assert b" 200 " not in first and b" 5" not in first[:12], (name, first)
+        # Half-closed: to the server a client that has left. It need not be answered, but it has to go.
+        for request in (b"", post(path, quote + b'a"}'), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+                        b"GET /health HTTP/1.1\r\nHos", post(path, quote)[:-10]) * 4:
+            with connect(port) as s:
+                s.sendall(request)
+                s.shutdown(socket.SHUT_WR)
+                first = s.recv(65536)
+                assert first == b"" or first.startswith(b"HTTP/1.1 "), first
+                while s.recv(65536):
+                    pass
         # Pipelined: every request gets its answer, in order.
         three = (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" +
                  post(path, quote + b'a"}').replace(b"Connection: close\r\n", b"") +

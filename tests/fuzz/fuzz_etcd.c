@@ -12,6 +12,15 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
+/* What goes into a log as a word. */
+static void check_word(const char *text, size_t chars_max)
+{
+    TD_ASSERT(strlen(text) <= chars_max);
+    for (; *text != '\0'; text++) {
+        TD_ASSERT(*text > 0x20 && *text < 0x7f);
+    }
+}
+
 static void check_printable(const char *text, size_t chars_max)
 {
     TD_ASSERT(strlen(text) <= chars_max);
@@ -33,11 +42,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (status == TD_OK) {
         TD_ASSERT(!answer.has_key || answer.create_revision > 0);
         TD_ASSERT(answer.lease <= INT64_MAX && answer.ttl_s <= INT64_MAX);
-        TD_ASSERT(strlen(answer.value) <= TD_ETCD_VALUE_CHARS_MAX);
-        for (const char *at = answer.value; *at != '\0'; at++) {
-            TD_ASSERT(*at > 0x20 && *at < 0x7f);
-        }
+        check_word(answer.value, TD_ETCD_VALUE_CHARS_MAX);
         check_printable(answer.token, TD_ETCD_TOKEN_CHARS_MAX);
+        TD_ASSERT(answer.entry_count <= TD_ETCD_ENTRIES_MAX);
+        for (uint32_t i = 0; i < answer.entry_count; i++) { /* the routers that registered */
+            check_word(answer.entries[i].key, TD_ETCD_KEY_CHARS_MAX);
+            check_word(answer.entries[i].value, TD_ETCD_VALUE_CHARS_MAX);
+        }
     } else {
         TD_ASSERT(status == TD_ERR_PROTOCOL || status == TD_ERR_TOO_LARGE);
         TD_ASSERT(memcmp(&answer, &untouched, sizeof(answer)) == 0);

@@ -81,6 +81,7 @@ static void test_config_refuses_what_it_does_not_know(void **state)
     expect_usage("--count=-1");
     expect_usage("--size=99999999999999999999");
     expect_usage("--mode=b");
+    expect_usage("--mode=bc|d"); /* two of them are none */
     expect_usage("--on=maybe");
     expect_usage("--config=/does/not/exist");
     expect_usage("--name"); /* without a value */
