@@ -4,6 +4,7 @@
 #include <sodium.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <strings.h>
 #include <sys/stat.h>
@@ -18,6 +19,7 @@
 #define HASH_BYTES 32u
 #define HASH_PREFIX "blake2b:"
 #define SPACES " \t"
+#define BYTE_ORDER_MARK "\xef\xbb\xbf"
 
 struct rtr_auth {
     rtr_tenants_t *tenants;
@@ -192,35 +194,49 @@ static const char *take_line(rtr_auth_t *auth, const line_t *line)
 
 /* --- the file --------------------------------------------------------------------------------- */
 
+/* Answers what was expected in place of a line, or NULL. text: ends with a NUL behind len bytes. */
+static const char *take_text(rtr_auth_t *auth, char *text, size_t len, uint32_t number)
+{
+    line_t line;
+    const char *expected = NULL;
+
+    if (memchr(text, '\0', len) != NULL) {
+        return "no NUL byte"; /* what is behind it would be passed over */
+    }
+    text[strcspn(text, "\r\n")] = '\0';
+    if (strlen(text) > RTR_KEY_LINE_BYTES_MAX) {
+        return "at most 1022 bytes";
+    }
+    if (number == 1 && strncmp(text, BYTE_ORDER_MARK, sizeof(BYTE_ORDER_MARK) - 1) == 0) {
+        return "no byte order mark"; /* it would be part of the key */
+    }
+    if (text[0] == '#' || text[strspn(text, SPACES)] == '\0') {
+        return NULL;
+    }
+    expected = read_line(text, &line);
+    return expected != NULL ? expected : take_line(auth, &line);
+}
+
 static td_status_t read_keys(FILE *file, const char *path, rtr_auth_t *auth)
 {
-    char text[RTR_KEY_LINE_BYTES_MAX + 2];
     struct stat info;
     const char *expected = NULL;
     uint32_t number = 0;
+    char *text = NULL;
+    size_t room = 0;
+    ssize_t len = 0;
 
     if (fstat(fileno(file), &info) != 0 || !td_file_is_private(&info)) {
         TD_LOG_ERROR("api key file refused", "file=%s expected=\"" TD_PRIVATE_EXPECTED "\"", path);
         return TD_ERR_INVALID;
     }
-    while (expected == NULL && fgets(text, sizeof(text), file) != NULL) {
-        const size_t len = strcspn(text, "\r\n");
-        line_t line;
-        number++;
-        if (len == sizeof(text) - 1) {
-            expected = "at most 1022 bytes";
-            break;
-        }
-        text[len] = '\0';
-        if (text[0] == '#' || text[strspn(text, SPACES)] == '\0') {
-            continue;
-        }
-        expected = read_line(text, &line);
-        if (expected == NULL) {
-            expected = take_line(auth, &line);
-        }
+    while (expected == NULL && (len = getline(&text, &room, file)) >= 0) {
+        expected = take_text(auth, text, (size_t)len, ++number);
     }
-    sodium_memzero(text, sizeof(text));
+    if (text != NULL) {
+        sodium_memzero(text, room);
+    }
+    free(text);
     if (expected == NULL && auth->count == 0) {
         TD_LOG_ERROR("api key file refused", "file=%s expected=\"one key a line\"", path);
         return TD_ERR_INVALID;

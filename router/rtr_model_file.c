@@ -1,5 +1,6 @@
 #include "router/rtr_model_file.h"
 
+#include <jansson.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -85,6 +86,16 @@ static td_status_t read_file(const td_gguf_t *gguf, uint32_t context_max, uint32
     return TD_OK;
 }
 
+/* It goes into JSON. */
+static bool is_utf8(const char *text)
+{
+    json_t *value = json_string(text);
+    const bool good = value != NULL;
+
+    json_decref(value);
+    return good;
+}
+
 td_status_t rtr_model_file_load(const char *path, const char *served_name, uint32_t context_max,
                                 uint32_t block_tokens, td_kv_codec_t codec, rtr_model_file_t *out)
 {
@@ -100,6 +111,11 @@ td_status_t rtr_model_file_load(const char *path, const char *served_name, uint3
         (void)snprintf(out->name, sizeof(out->name), "%s", served_name);
     } else {
         name_of(path, out->name, sizeof(out->name));
+    }
+    if (!is_utf8(out->name)) {
+        TD_LOG_ERROR("model name refused", "file=%s expected=\"UTF-8, or --served-model-name\"",
+                     path);
+        return TD_ERR_INVALID;
     }
     out->model.tok = out->tok;
     out->model.chat = out->chat;

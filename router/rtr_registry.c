@@ -401,6 +401,17 @@ static td_status_t check_store(const rtr_registry_t *reg, const td_msg_register_
     return TD_OK;
 }
 
+/* Printable ASCII that no header, page or JSON text takes for anything else. */
+static bool is_plain(const char *text)
+{
+    for (; *text != '\0'; text++) {
+        if (*text <= 0x20 || *text > 0x7e || strchr("<>&\"'\\", *text) != NULL) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static td_status_t check_register(rtr_registry_t *reg, const td_msg_t *msg, char *why,
                                   size_t why_len)
 {
@@ -413,8 +424,8 @@ static td_status_t check_register(rtr_registry_t *reg, const td_msg_t *msg, char
         strcmp(r->self.id, td_bus_id(reg->config.bus)) == 0) {
         return refuse(r, why, why_len, "the registration names another process or role");
     }
-    if (!td_name_is_valid(r->self.id, TD_MSG_ID_CHARS_MAX) ||
-        strpbrk(r->self.endpoint, "<>&\"'") != NULL) { /* they go into headers */
+    if (!td_name_is_valid(r->self.id, TD_MSG_ID_CHARS_MAX) || !is_plain(r->self.endpoint) ||
+        !is_plain(r->http)) { /* they go into headers and JSON */
         return refuse(r, why, why_len, "the id or endpoint has characters that are not allowed");
     }
     if (node != NULL && !node->live && node->incarnation == r->self.incarnation) {

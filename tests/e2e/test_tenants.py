@@ -226,6 +226,9 @@ def test_wrong_files_of_keys_are_refused_with_the_line(options):
              ("sk-a name=x weight=2\nsk-b name=x weight=3\n", 2, "the first key of that name"),
              ("sk-a requests-per-minute=many\n", 1, "requests-per-minute=1 to"),
              ("sk-a cache=none\n", 1, "cache=own or cache=shared"),
+             ("sk-a\nsk-b\0 requests=1\n", 2, "no NUL byte"),
+             ("\ufeffsk-a\n", 1, "no byte order mark"),
+             ("sk-a\nsk-" + "b" * 1100 + "\n", 2, "at most 1022 bytes"),
              ("blake2b:12ab\n", 1, "64 hexadecimal digits"),
              (f"sk-a\nblake2b:{hashlib.blake2b(b'sk-a', digest_size=32).hexdigest()}\n", 2,
               "each key once"))

@@ -1005,9 +1005,8 @@ static void test_tier_without_io_uring_uses_pread(void **state)
     static const struct {
         uint32_t call;
         uint32_t error;
-    } refusals[] = {{SYS_io_uring_setup, EPERM},
-                    {SYS_io_uring_setup, ENOSYS},
-                    {SYS_io_uring_enter, EPERM}};
+    } refusals[] = {
+        {SYS_io_uring_setup, EPERM}, {SYS_io_uring_setup, ENOSYS}, {SYS_io_uring_enter, EPERM}};
 
     close_tier(w);
     for (uint32_t i = 0; i < TD_ARRAY_LEN(refusals); i++) {
