@@ -126,7 +126,7 @@ def test_i1_whole_cluster_over_hosts_serves(options):
         fetched = c.metrics("prefill-2")['tandem_prefill_prompt_tokens_total{source="store"}']
         check_hit(c, "prefill-2", salt, first)
         assert c.metrics("prefill-2")['tandem_prefill_prompt_tokens_total{source="store"}'] > fetched
-    check_at_rest(c)
+    check_at_rest(c, whole=True)
     assert set(outcome for outcome, count in c.outcomes().items() if count) == {"ok"}
     for role in ("prefill", "decode", "kvstore"):
         for process_id in c.ids(role):
@@ -355,7 +355,7 @@ def test_i5_blocks_come_back_at_once_from_a_slow_link_whose_request_ended(option
         wait_until(lambda: c.held_blocks(["decode-2"]) == 0, 4, "they are free again")
     finally:
         c.host("prefill-1").hasten()
-    check_at_rest(c)
+    check_at_rest(c, whole=True)
 
 
 if __name__ == "__main__":
