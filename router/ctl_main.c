@@ -11,6 +11,7 @@
 
 #include "common/base/td_names.h"
 #include "router/ctl.h"
+#include "router/rtr_auth.h"
 
 #define Z85_CHARS 40u
 #define ANSWER_MS 5000
@@ -344,7 +345,7 @@ static int make_api_key(const char *name)
     char text[API_KEY_BYTES * 2] = API_KEY_PREFIX;
     char hex[2 * crypto_generichash_BYTES + 1];
 
-    if (!td_name_is_valid(name, 32)) {
+    if (!td_name_is_valid(name, RTR_TENANT_NAME_CHARS_MAX)) {
         return usage("apikey: a name of 1 to 32 letters, digits, '.', '_' or '-' is expected, not ",
                      name);
     }
@@ -353,7 +354,7 @@ static int make_api_key(const char *name)
                             sizeof(text) - sizeof(API_KEY_PREFIX) + 1, random, sizeof(random),
                             sodium_base64_VARIANT_URLSAFE_NO_PADDING);
     (void)crypto_generichash(hash, sizeof(hash), (const uint8_t *)text, strlen(text), NULL, 0);
-    (void)printf("%s\nblake2b:%s name=%s\n", text,
+    (void)printf("%s\n" RTR_KEY_HASH_PREFIX "%s name=%s\n", text,
                  sodium_bin2hex(hex, sizeof(hex), hash, sizeof(hash)), name);
     sodium_memzero(text, sizeof(text));
     sodium_memzero(random, sizeof(random));

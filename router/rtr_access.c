@@ -15,6 +15,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_buf.h"
 #include "common/base/td_clock.h"
+#include "common/base/td_cond.h"
 #include "common/base/td_log.h"
 
 #define FLUSH_MS 200u
@@ -135,20 +136,17 @@ static void *writer_main(void *ctx)
     bool stopping = false;
 
     while (!stopping) {
-        struct timespec until;
         td_str_t swap = {0};
-        int late = 0;
+        uint64_t until_ns = 0;
+        bool early = true;
 
         (void)pthread_mutex_lock(&a->mu);
         while (!a->stopping && a->lines.len == 0) {
             (void)pthread_cond_wait(&a->more, &a->mu); /* an idle router wakes nobody */
         }
-        (void)clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += FLUSH_MS * 1000000L;
-        until.tv_sec += until.tv_nsec / 1000000000L;
-        until.tv_nsec %= 1000000000L;
-        while (!a->stopping && late == 0 && a->lines.len < RTR_ACCESS_BUFFER_MAX / 2) {
-            late = pthread_cond_timedwait(&a->more, &a->mu, &until);
+        until_ns = td_now_ns() + FLUSH_MS * TD_NS_PER_MS;
+        while (!a->stopping && early && a->lines.len < RTR_ACCESS_BUFFER_MAX / 2) {
+            early = td_cond_wait_until(&a->more, &a->mu, until_ns);
         }
         stopping = a->stopping;
         swap = a->lines;
@@ -272,7 +270,6 @@ static td_status_t start_writer(rtr_access_t *a)
 td_status_t rtr_access_create(const char *path, rtr_metrics_t *metrics, rtr_access_t **out)
 {
     rtr_access_t *a = td_calloc(1, sizeof(*a));
-    pthread_condattr_t attr;
     td_status_t status = TD_OK;
 
     if (a == NULL) {
@@ -282,10 +279,7 @@ td_status_t rtr_access_create(const char *path, rtr_metrics_t *metrics, rtr_acce
     a->path = path;
     a->fd = -1;
     (void)pthread_mutex_init(&a->mu, NULL);
-    (void)pthread_condattr_init(&attr);
-    (void)pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&a->more, &attr);
-    (void)pthread_condattr_destroy(&attr);
+    td_cond_init(&a->more);
     status = path == NULL ? TD_OK : start_writer(a);
     if (status != TD_OK) {
         rtr_access_destroy(a);

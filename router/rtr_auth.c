@@ -17,7 +17,6 @@
 #include "common/wire/td_bus.h"
 
 #define HASH_BYTES 32u
-#define HASH_PREFIX "blake2b:"
 #define SPACES " \t"
 #define BYTE_ORDER_MARK "\xef\xbb\xbf"
 
@@ -37,11 +36,11 @@ static void hash_key(const char *key, size_t len, uint8_t out[HASH_BYTES])
 /* Of the first word of a line: a key, or its hash. False: it looks like a hash, and is none. */
 static bool hash_word(const char *word, uint8_t out[HASH_BYTES])
 {
-    const size_t prefix = sizeof(HASH_PREFIX) - 1;
+    const size_t prefix = sizeof(RTR_KEY_HASH_PREFIX) - 1;
     const char *end = NULL;
     size_t len = 0;
 
-    if (strncmp(word, HASH_PREFIX, prefix) != 0) {
+    if (strncmp(word, RTR_KEY_HASH_PREFIX, prefix) != 0) {
         hash_key(word, strlen(word), out);
         return true;
     }
@@ -117,9 +116,8 @@ static const char *read_attribute(char *text, line_t *out)
                        : numbers[i].expected;
         }
     }
-    return "name=, weight=, requests=, requests-per-minute=, tokens-per-minute= or cache= behind "
-           "the "
-           "key, each once";
+    return "name=, weight=, requests=, requests-per-minute=, tokens-per-minute= or "
+           "cache= behind the key, each once";
 }
 
 /* Cuts it into words. Answers what was expected, or NULL. */
@@ -170,7 +168,7 @@ static const char *take_line(rtr_auth_t *auth, const line_t *line)
         return "at most 1024 keys";
     }
     if (!hash_word(line->key, hash)) {
-        return "64 hexadecimal digits behind " HASH_PREFIX;
+        return "64 hexadecimal digits behind " RTR_KEY_HASH_PREFIX;
     }
     for (uint32_t i = 0; i < auth->count; i++) {
         if (memcmp(hash, auth->hashes[i], HASH_BYTES) == 0) {

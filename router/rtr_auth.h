@@ -16,6 +16,7 @@
 
 #define RTR_KEYS_MAX 1024u
 #define RTR_KEY_LINE_BYTES_MAX 1022u
+#define RTR_KEY_HASH_PREFIX "blake2b:" /* of a line that has the hash of its key */
 
 typedef struct rtr_auth rtr_auth_t;
 

@@ -500,7 +500,7 @@ static enum MHD_Result begin_request(conn_t *conn, const route_t *route)
         rtr_request_begin_trace(
             req, conn->http->config.tracer,
             MHD_lookup_connection_value(conn->mhd, MHD_HEADER_KIND, "traceparent"),
-            td_random_u64() % 100 < conn->http->config.sample_percent);
+            conn->http->config.sample_percent);
     }
     take_request_id(conn, req);
     req->body = conn->body;

@@ -1,6 +1,5 @@
 #include "router/rtr_model_file.h"
 
-#include <jansson.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -8,6 +7,7 @@
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/kv/td_kv_layout.h"
+#include "router/rtr_reply.h"
 
 static void name_of(const char *path, char *out, size_t out_len)
 {
@@ -86,16 +86,6 @@ static td_status_t read_file(const td_gguf_t *gguf, uint32_t context_max, uint32
     return TD_OK;
 }
 
-/* It goes into JSON. */
-static bool is_utf8(const char *text)
-{
-    json_t *value = json_string(text);
-    const bool good = value != NULL;
-
-    json_decref(value);
-    return good;
-}
-
 td_status_t rtr_model_file_load(const char *path, const char *served_name, uint32_t context_max,
                                 uint32_t block_tokens, td_kv_codec_t codec, rtr_model_file_t *out)
 {
@@ -112,7 +102,7 @@ td_status_t rtr_model_file_load(const char *path, const char *served_name, uint3
     } else {
         name_of(path, out->name, sizeof(out->name));
     }
-    if (!is_utf8(out->name)) {
+    if (!rtr_reply_is_utf8(out->name, strlen(out->name))) { /* it goes into JSON */
         TD_LOG_ERROR("model name refused", "file=%s expected=\"UTF-8, or --served-model-name\"",
                      path);
         return TD_ERR_INVALID;

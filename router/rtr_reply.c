@@ -117,7 +117,7 @@ static void put_text(writer_t *w, const char *text)
     put_string(w, text, strlen(text));
 }
 
-static bool is_utf8(const char *bytes, size_t len)
+bool rtr_reply_is_utf8(const char *bytes, size_t len)
 {
     size_t skip = 0;
     for (size_t i = 0; i < len; i += skip) {
@@ -217,7 +217,7 @@ static void put_map_entry(writer_t *w, const rtr_head_t *h, uint32_t id, double 
     size_t len = 0;
 
     token_text(h, id, &bytes, &len);
-    if (!is_utf8(bytes, len)) {
+    if (!rtr_reply_is_utf8(bytes, len)) {
         if (*torn) {
             return;
         }

@@ -38,6 +38,8 @@ typedef struct rtr_choice_view {
     uint32_t piece_count;
 } rtr_choice_view_t;
 
+/** May it stand in JSON as it is? */
+bool rtr_reply_is_utf8(const char *bytes, size_t len);
 /** The bytes of a JSON string, with quotes; what is not UTF-8 becomes U+FFFD. */
 TD_MUST_CHECK td_status_t rtr_reply_string(const void *bytes, size_t len, td_str_t *out);
 /** How each chunk of this answer begins. */

@@ -103,7 +103,7 @@ rtr_request_t *rtr_request_ref(rtr_request_t *req)
 }
 
 void rtr_request_begin_trace(rtr_request_t *req, td_tracer_t *tracer, const char *traceparent,
-                             bool sampled)
+                             uint32_t sample_percent)
 {
     td_trace_context_t above;
     td_span_t span;
@@ -113,7 +113,7 @@ void rtr_request_begin_trace(rtr_request_t *req, td_tracer_t *tracer, const char
     }
     req->tracer = tracer;
     if (!td_trace_parse(traceparent, &above)) {
-        td_trace_begin(&above, sampled);
+        td_trace_begin(&above, td_random_u64() % 100 < sample_percent);
     }
     td_span_begin(&span, &above, "", req->arrived_ns);
     if (span.context.sampled) {

@@ -107,10 +107,10 @@ rtr_request_t *rtr_request_ref(rtr_request_t *req);
 void rtr_request_unref(rtr_request_t *req); /* NULL is allowed */
 
 /** Puts it under the client's span, where the header names one, else at the head of a trace of its
- * own, which is sampled or not. NULL tracer: nothing happens. Threads: connection, before others
- * know of it. */
+ * own, of which so many percent are sampled. NULL tracer: nothing happens. Threads: connection,
+ * before others know of it. */
 void rtr_request_begin_trace(rtr_request_t *req, td_tracer_t *tracer, const char *traceparent,
-                             bool sampled);
+                             uint32_t sample_percent);
 
 /** Takes room for the choices once the parameters are known. Threads: loop. */
 TD_MUST_CHECK td_status_t rtr_request_open_choices(rtr_request_t *req);

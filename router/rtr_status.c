@@ -13,6 +13,12 @@ static json_t *number(uint64_t value)
     return json_integer((json_int_t)TD_MIN(value, (uint64_t)INT64_MAX));
 }
 
+static json_t *drop(json_t *value)
+{
+    json_decref(value);
+    return NULL;
+}
+
 static json_t *node_json(const rtr_node_view_t *v)
 {
     char incarnation[17];
@@ -41,11 +47,7 @@ static json_t *nodes_json(rtr_registry_t *registry)
         bad = json_array_append_new(list, node_json(&views[i])) != 0;
     }
     td_free(views);
-    if (bad) {
-        json_decref(list);
-        return NULL;
-    }
-    return list;
+    return bad ? drop(list) : list;
 }
 
 static json_t *request_json(const rtr_access_entry_t *e)
@@ -76,11 +78,7 @@ static json_t *requests_json(rtr_access_t *access, const rtr_tenant_t *tenant)
         bad = json_array_append_new(list, request_json(&entries[i])) != 0;
     }
     td_free(entries);
-    if (bad) {
-        json_decref(list);
-        return NULL;
-    }
-    return list;
+    return bad ? drop(list) : list;
 }
 
 static json_t *drafters_json(const rtr_draft_metrics_t *m)
@@ -101,11 +99,7 @@ static json_t *drafters_json(const rtr_draft_metrics_t *m)
                                 "steps", number(td_metric_get(m->steps[d])), "accepted",
                                 number(accepted), "rejected", number(rejected))) != 0;
     }
-    if (bad) {
-        json_decref(list);
-        return NULL;
-    }
-    return list;
+    return bad ? drop(list) : list;
 }
 
 static json_t *counts_json(const rtr_metrics_t *m)
@@ -118,8 +112,7 @@ static json_t *counts_json(const rtr_metrics_t *m)
                                   number(td_metric_get(m->requests[i]))) != 0;
     }
     if (bad) {
-        json_decref(ended);
-        return NULL;
+        return drop(ended);
     }
     return json_pack("{s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "running",
                      number(td_metric_get(m->running)), "queued", number(td_metric_get(m->queued)),

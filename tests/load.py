@@ -173,9 +173,16 @@ class Load:
         self.raise_wrong()
 
 
-def check_at_rest(cluster, seconds=30, whole=False):
-    """Once nobody asks: nobody holds, waits for or runs anything. whole: and every block that came was the named
-    one, which where processes fall, sleep and wake need not be: then it is found out, and computed anew."""
+def damaged(cluster):
+    """Blocks that came and were not the named ones, by process. Where processes fall, sleep and wake there may
+    be some: it is found out, and they are computed anew."""
+    return {process_id: cluster.metrics(process_id)[f"tandem_{entry['role']}_checksum_failures_total"]
+            for process_id, entry in cluster.processes.items()
+            if entry["role"] in ("prefill", "decode", "kvstore")}
+
+
+def check_at_rest(cluster, seconds=30):
+    """Once nobody asks: nobody holds, waits for or runs anything."""
     held = {}
 
     def look():
@@ -185,8 +192,7 @@ def check_at_rest(cluster, seconds=30, whole=False):
             if role != "etcd":
                 held.update({f"{process_id} {name}": value for name, value in
                              cluster.metrics(process_id).items()
-                             if value and (name.startswith(AT_REST[role]) or
-                                           whole and name.endswith("_checksum_failures_total"))})
+                             if value and name.startswith(AT_REST[role])})
         return not held
 
     try:

@@ -401,15 +401,17 @@ td_status_t td_node_fetch_submit(td_node_fetch_t *job)
         td_free(job);
         return status;
     }
-    job->next = job->node->jobs;
-    job->node->jobs = job;
+    LIST_INSERT_HEAD(&job->node->jobs, job, link);
     job->node->fetches++;
     return TD_OK;
 }
 
 void td_node_fetch_cancel(td_node_t *n, uint64_t ticket, uint32_t attempt)
 {
-    for (const td_node_fetch_t *job = n->jobs; job != NULL; job = job->next) {
+    const td_node_fetch_t *job = NULL;
+
+    LIST_FOREACH(job, &n->jobs, link)
+    {
         if (job->ticket == ticket && job->attempt == attempt) {
             td_transfer_cancel(n->transfer, job->fetch.id);
         }
@@ -540,14 +542,7 @@ void td_node_fetch_verify(td_node_fetch_t *job)
 
 void td_node_fetch_free(td_node_fetch_t *job)
 {
-    td_node_fetch_t **link = &job->node->jobs;
-
-    while (*link != NULL && *link != job) {
-        link = &(*link)->next;
-    }
-    if (*link == job) {
-        *link = job->next;
-    }
+    LIST_REMOVE(job, link);
     td_free(job);
 }
 

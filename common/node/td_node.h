@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/queue.h>
 
 #include "common/base/td_ring.h"
 #include "common/base/td_worker.h"
@@ -71,7 +72,7 @@ typedef struct td_node_fetch {
     uint32_t first;  /* the node's own: logical index of the first block */
     uint32_t layers; /* layers each piece brings */
     bool hashed;     /* the verifier has been there: hashes are those of our copy */
-    struct td_node_fetch *next;
+    LIST_ENTRY(td_node_fetch) link;
     uint64_t *hashes;          /* [fetch.piece_count], behind the pieces */
     td_fetch_piece_t pieces[]; /* [fetch.piece_count] */
 } td_node_fetch_t;
@@ -87,12 +88,12 @@ typedef struct td_node {
     td_kv_events_t *kv_events; /* of the pool */
     td_kv_feed_t *feed;        /* tells routers of them */
     td_member_t *member;
-    td_routers_t *routers; /* NULL: they are named */
-    td_worker_t *worker;   /* runs the forward passes */
-    td_verify_t *verify;   /* hashes what was fetched */
-    td_ring_t *fetched;    /* td_node_fetch_t that were fetched or hashed */
-    uint32_t fetches;      /* under way: with the transfer, the verifier, or in fetched */
-    td_node_fetch_t *jobs; /* list: submitted, and not freed yet */
+    td_routers_t *routers;           /* NULL: they are named */
+    td_worker_t *worker;             /* runs the forward passes */
+    td_verify_t *verify;             /* hashes what was fetched */
+    td_ring_t *fetched;              /* td_node_fetch_t that were fetched or hashed */
+    uint32_t fetches;                /* under way: with the transfer, the verifier, or in fetched */
+    LIST_HEAD(, td_node_fetch) jobs; /* submitted, and not freed yet */
     uint32_t stop_ids[TD_NODE_STOP_IDS_MAX];
     uint32_t stop_count;
     td_metric_t *kv_states[5];

@@ -11,6 +11,7 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
+#include "common/base/td_cond.h"
 #include "common/base/td_log.h"
 
 #define GATHER_MS 500u
@@ -152,18 +153,15 @@ static void send_batch(td_tracer_t *t, uint32_t count, uint64_t timeout_ms)
 
 static void wait_locked(td_tracer_t *t)
 {
-    struct timespec until;
-    int late = 0;
+    uint64_t until_ns = 0;
+    bool early = true;
 
     while (!t->stopping && t->count == 0) {
         (void)pthread_cond_wait(&t->more, &t->mu); /* an idle process wakes nobody */
     }
-    (void)clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += GATHER_MS * 1000000L;
-    until.tv_sec += until.tv_nsec / 1000000000L;
-    until.tv_nsec %= 1000000000L;
-    while (!t->stopping && late == 0 && t->count < BATCH_MAX) {
-        late = pthread_cond_timedwait(&t->more, &t->mu, &until);
+    until_ns = td_now_ns() + GATHER_MS * TD_NS_PER_MS;
+    while (!t->stopping && early && t->count < BATCH_MAX) {
+        early = td_cond_wait_until(&t->more, &t->mu, until_ns);
     }
 }
 
@@ -273,17 +271,13 @@ static void tracer_free(td_tracer_t *t)
 td_status_t td_tracer_create(const td_tracer_config_t *config, td_tracer_t **out)
 {
     td_tracer_t *t = td_calloc(1, sizeof(*t));
-    pthread_condattr_t attr;
     td_status_t status = TD_OK;
 
     if (t == NULL) {
         return TD_ERR_NO_MEMORY;
     }
     (void)pthread_mutex_init(&t->mu, NULL);
-    (void)pthread_condattr_init(&attr);
-    (void)pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&t->more, &attr);
-    (void)pthread_condattr_destroy(&attr);
+    td_cond_init(&t->more);
     (void)snprintf(t->service, sizeof(t->service), "%s", config->service);
     (void)snprintf(t->instance, sizeof(t->instance), "%s", config->instance);
     t->sent = config->sent;

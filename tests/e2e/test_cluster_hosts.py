@@ -3,6 +3,7 @@ and shrinks, loses links and hosts, and is parted from etcd. Whatever happens, e
 undisturbed one, and none is an error, since somebody is always there who can serve.
 
 Hosts are network namespaces (tests/hosts.py), so nothing goes by shared memory."""
+import functools
 import http.client
 import json
 import os
@@ -14,7 +15,7 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from cluster import main, shared, test, wait_until
 from hosts import HostCluster
-from load import Load, ask, check_at_rest, mixed_requests
+from load import Load, ask, check_at_rest, damaged, mixed_requests
 
 ROUTERS = ("router", "router-2")
 LONG = "The ferrymen of the two rivers kept a book of every crossing in fog. " * 40
@@ -109,12 +110,20 @@ def check_hit(c, node, salt, first):
     assert cached(again) >= first.usage["prompt_tokens"] // BLOCK * BLOCK - BLOCK, again.usage
 
 
-def check_no_error(c, before):
-    """Of those that ended meanwhile."""
-    now = c.outcomes()
-    bad = {outcome: now[outcome] - before.get(outcome, 0) for outcome in now
-           if outcome not in ("ok", "client_gone") and now[outcome] != before.get(outcome, 0)}
-    assert not bad, bad
+def unharmed(function):
+    """For a test of the shared cluster: whatever it does, nothing is held afterwards, and no request that ended
+    meanwhile has failed."""
+    @functools.wraps(function)
+    def run(options):
+        c = cluster(options)
+        before = c.outcomes()
+        function(c)
+        check_at_rest(c)
+        now = c.outcomes()
+        bad = {outcome: now[outcome] - before.get(outcome, 0) for outcome in now
+               if outcome not in ("ok", "client_gone") and now[outcome] != before.get(outcome, 0)}
+        assert not bad, bad
+    return run
 
 
 @test
@@ -126,7 +135,8 @@ def test_i1_whole_cluster_over_hosts_serves(options):
         fetched = c.metrics("prefill-2")['tandem_prefill_prompt_tokens_total{source="store"}']
         check_hit(c, "prefill-2", salt, first)
         assert c.metrics("prefill-2")['tandem_prefill_prompt_tokens_total{source="store"}'] > fetched
-    check_at_rest(c, whole=True)
+    check_at_rest(c)
+    assert not any(damaged(c).values()), damaged(c)
     assert set(outcome for outcome, count in c.outcomes().items() if count) == {"ok"}
     for role in ("prefill", "decode", "kvstore"):
         for process_id in c.ids(role):
@@ -137,10 +147,8 @@ def test_i1_whole_cluster_over_hosts_serves(options):
 
 
 @test
-def test_i9_nodes_join_and_leave_under_load(options):
-    c = cluster(options)
-    before = c.outcomes()
-
+@unharmed
+def test_i9_nodes_join_and_leave_under_load(c):
     def swap(old, new):
         """New ones take work, then old ones finish theirs and leave."""
         for process_id in new:
@@ -162,15 +170,12 @@ def test_i9_nodes_join_and_leave_under_load(options):
     with c.load as load:
         swap(["prefill-1", "decode-1"], ["prefill-3", "decode-3"])
         swap(["prefill-3", "decode-3"], ["prefill-1", "decode-1"])
-    check_at_rest(c)
-    check_no_error(c, before)
 
 
 @test
-def test_i2_a_link_is_cut_while_blocks_move(options):
+@unharmed
+def test_i2_a_link_is_cut_while_blocks_move(c):
     """What was under way comes late, when the link is up again: it changes nothing of anybody's."""
-    c = cluster(options)
-    before = c.outcomes()
     expected = seen(c.ask_at("prefill-2", c.salt(), LONG))
     with c.load as load:
         c.host("prefill-1").slow("48mbit")  # a prompt's blocks take a second or two
@@ -193,14 +198,11 @@ def test_i2_a_link_is_cut_while_blocks_move(options):
         load.wait_answers(5)
         again = c.ask_at("prefill-1", c.salt(), LONG)
         assert seen(again) == expected and again.headers["x-tandem-prefill"] == "prefill-1"
-    check_at_rest(c)
-    check_no_error(c, before)
 
 
 @test
-def test_i9_a_decode_host_is_lost_with_its_streams(options):
-    c = cluster(options)
-    before = c.outcomes()
+@unharmed
+def test_i9_a_decode_host_is_lost_with_its_streams(c):
     bodies = [{"prompt": STORED, "max_tokens": 90, "temperature": 0.8, "seed": number, "n": 1 +
                number % 2, "logprobs": 1, "ignore_eos": True, "stream": True,
                "speculation": {"drafter": "none"}} for number in range(2)]
@@ -233,14 +235,11 @@ def test_i9_a_decode_host_is_lost_with_its_streams(options):
         load.wait_answers(5)
         c.recover("decode-1")
         c.wait_known()
-    check_at_rest(c)
-    check_no_error(c, before)
 
 
 @test
-def test_f9_the_store_masters_host_is_lost(options):
-    c = cluster(options)
-    before = c.outcomes()
+@unharmed
+def test_f9_the_store_masters_host_is_lost(c):
     with c.load as load:
         salt, first = c.stored("prefill-1")
         old = c.store_leader()
@@ -254,14 +253,11 @@ def test_f9_the_store_masters_host_is_lost(options):
         load.wait_answers(5)
         c.recover(old)
         c.wait_known()
-    check_at_rest(c)
-    check_no_error(c, before)
 
 
 @test
-def test_f9_etcds_leader_is_killed(options):
-    c = cluster(options)
-    before = c.outcomes()
+@unharmed
+def test_f9_etcds_leader_is_killed(c):
     with c.load as load:
         old = wait_until(c.etcd_leader, 20, "an etcd leads")
         c.end(old)
@@ -274,15 +270,12 @@ def test_f9_etcds_leader_is_killed(options):
         check_hit(c, "prefill-2", salt, first)
         c.start(old)
         wait_until(lambda: c.etcd_follows(old), 20, "it is one of them again")
-    check_at_rest(c)
-    check_no_error(c, before)
 
 
 @test
-def test_f9_routers_are_parted_from_etcd(options):
+@unharmed
+def test_f9_routers_are_parted_from_etcd(c):
     """It forgets them, and their nodes do not: they hear them."""
-    c = cluster(options)
-    before = c.outcomes()
     with c.load as load:
         c.network.part(ROUTERS, c.ids("etcd"))
         # This thread sees etcd: it is on a host of its own.
@@ -292,15 +285,11 @@ def test_f9_routers_are_parted_from_etcd(options):
         c.network.unite(ROUTERS, c.ids("etcd"))
         wait_until(c.names_routers, 20, "it names them again")
         load.wait_answers(5)
-    check_at_rest(c)
-    check_no_error(c, before)
 
 
 @test
-def test_i1_narrow_links_change_times_alone(options):
-    c = cluster(options)
-    before = c.outcomes()
-
+@unharmed
+def test_i1_narrow_links_change_times_alone(c):
     def timed():
         began = time.monotonic()
         return seen(c.ask_at("prefill-1", c.salt(), LONG)), time.monotonic() - began
@@ -308,6 +297,7 @@ def test_i1_narrow_links_change_times_alone(options):
     def handed(decode):
         return c.ask_at("prefill-1", "handed", LONG, tandem={"prefill": "prefill-1", "decode": decode})
 
+    before = damaged(c)
     expected, quick = timed()
     # All blocks at once, more than come while a peer's silence is borne: slow is not silent.
     assert seen(handed("decode-1")) == expected
@@ -328,9 +318,8 @@ def test_i1_narrow_links_change_times_alone(options):
         for process_id in narrow:
             c.host(process_id).hasten()
         load.wait_answers(5)
+    assert damaged(c) == before
     print(f"    a long prompt: {quick:.1f} s, behind narrow links and under load {slow:.1f} s")
-    check_at_rest(c)
-    check_no_error(c, before)
 
 
 def begin(c, more):
@@ -346,6 +335,7 @@ def begin(c, more):
 def test_i5_blocks_come_back_at_once_from_a_slow_link_whose_request_ended(options):
     """A slow link may take as long as it likes, but only for who still waits for what it brings."""
     c = cluster(options)
+    before = damaged(c)
     c.ask_at("prefill-1", "left", LONG, tandem={"prefill": "prefill-1", "decode": "decode-1"})
     c.host("prefill-1").slow("8mbit")  # it takes 15 s then
     try:
@@ -355,7 +345,8 @@ def test_i5_blocks_come_back_at_once_from_a_slow_link_whose_request_ended(option
         wait_until(lambda: c.held_blocks(["decode-2"]) == 0, 4, "they are free again")
     finally:
         c.host("prefill-1").hasten()
-    check_at_rest(c, whole=True)
+    check_at_rest(c)
+    assert damaged(c) == before
 
 
 if __name__ == "__main__":

@@ -33,13 +33,14 @@ def properties(schema):
     return names
 
 
+def asked(*patterns):
+    """What the parsers' sources have in the places of the patterns."""
+    return {name for parser in PARSERS for pattern in patterns for name in re.findall(pattern, source(parser))}
+
+
 def fields_of_bodies():
     """Every name that a parser asks the body itself for."""
-    names = set()
-    for name in PARSERS:
-        text = source(name)
-        names |= set(re.findall(r'\b(?:rtr_field\w*|field_u32)\(ps, "(\w+)"', text))
-        names |= set(re.findall(r'json_object_get\(ps->root, "(\w+)"', text))
+    names = asked(r'\b(?:rtr_field\w*|field_u32)\(ps, "(\w+)"', r'json_object_get\(ps->root, "(\w+)"')
     tables = re.search(r"fields\[\] = \{(.*?)\};.*?names\[\] = \{(.*?)\};", source("rtr_api.c"),
                        re.DOTALL)
     names |= set(re.findall(r'\{"(\w+)"', tables.group(1)))
@@ -49,13 +50,8 @@ def fields_of_bodies():
 
 def fields_inside():
     """Every name that a parser asks an object inside of the body for."""
-    names = set()
-    for name in PARSERS:
-        text = source(name)
-        names |= set(re.findall(r'\b\w+\(&inner, "(\w+)"', text))
-        names |= set(re.findall(r'json_object_get\((?!ps->root)\w+, "(\w+)"', text))
-        names |= set(re.findall(r'read_place\(ps, value, "(\w+)"', text))
-    return names
+    return asked(r'\b\w+\(&inner, "(\w+)"', r'json_object_get\((?!ps->root)\w+, "(\w+)"',
+                 r'read_place\(ps, value, "(\w+)"')
 
 
 @test
