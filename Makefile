@@ -90,7 +90,9 @@ up: setup model
 down:
 	@deploy/local.sh down
 # Everything is compiled before the first test starts, so no test waits for a compiler.
+# Only tests need them: promtool, which comes with prometheus, for the rules, chromium for the status page.
 check: setup model
+	@deploy/setup.sh --only prometheus chromium
 	@$(MAKE) --no-print-directory check-layers
 	@$(MAKE) --no-print-directory -j$(shell nproc) WERROR=1 check-build
 	@python3 tests/run.py --san "$(SAN)" --bin "$(if $(SAN),$(BIN),build/test/bin)"

@@ -56,8 +56,8 @@ check_versions() {
     return "$bad"
 }
 
-# Debian's packages start their daemons. Tandem starts an etcd of its own where it wants one, so none
-# is started by the installation, nor with the machine.
+# Debian's packages start their daemons. Tandem starts an etcd of its own where it wants one, and of
+# prometheus only its checker is used, so none is started by the installation, nor with the machine.
 POLICY=/usr/sbin/policy-rc.d
 forbidden=0 # whether POLICY is ours
 forbid_services() {
@@ -73,7 +73,8 @@ allow_services() {
 }
 
 install_packages() {
-    local apt_line="apt-get install -y --no-install-recommends $*" log etcd_is_new=0
+    local apt_line="apt-get install -y --no-install-recommends $*" log package
+    local -a daemons=() # that come with these packages
     if [[ $(id -u) -ne 0 ]]; then
         fail "missing packages, and only root can install them. Run as root:
     apt-get update && $apt_line"
@@ -81,9 +82,12 @@ install_packages() {
     log=$(mktemp)
     # shellcheck disable=SC2064 # the name is known now
     trap "rm -f '$log'; allow_services" EXIT
-    if [[ " $* " == *' etcd-server '* ]]; then
-        etcd_is_new=1
-    fi
+    for package in "$@"; do
+        case $package in
+        etcd-server) daemons+=(etcd) ;;
+        prometheus) daemons+=(prometheus) ;;
+        esac
+    done
     say "installing $#: $*"
     say '1/2 apt-get update'
     if ! apt-get update >"$log" 2>&1; then
@@ -91,15 +95,15 @@ install_packages() {
         fail 'apt-get update failed (above): are the package sources in /etc/apt reachable?'
     fi
     say "2/2 $apt_line"
-    [[ $etcd_is_new -eq 0 ]] || forbid_services
+    [[ ${#daemons[@]} -eq 0 ]] || forbid_services
     if ! DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" \
         >"$log" 2>&1; then
         tail -n 20 "$log" >&2
         fail 'apt-get install failed (above)'
     fi
     allow_services
-    if [[ $etcd_is_new -eq 1 && -d /run/systemd/system ]]; then
-        systemctl disable --now etcd >/dev/null 2>&1 || true
+    if [[ ${#daemons[@]} -gt 0 && -d /run/systemd/system ]]; then
+        systemctl disable --now "${daemons[@]}" >/dev/null 2>&1 || true
     fi
     say 'packages installed'
 }
