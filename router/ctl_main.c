@@ -345,9 +345,8 @@ static int make_api_key(const char *name)
     char text[API_KEY_BYTES * 2] = API_KEY_PREFIX;
     char hex[2 * crypto_generichash_BYTES + 1];
 
-    if (!td_name_is_valid(name, RTR_TENANT_NAME_CHARS_MAX)) {
-        return usage("apikey: a name of 1 to 32 letters, digits, '.', '_' or '-' is expected, not ",
-                     name);
+    if (!rtr_tenant_name_is_valid(name)) {
+        return usage("apikey: a name of " RTR_TENANT_NAME_EXPECTED " is expected, not ", name);
     }
     randombytes_buf(random, sizeof(random));
     (void)sodium_bin2base64(text + sizeof(API_KEY_PREFIX) - 1,

@@ -8,12 +8,13 @@
 #include <string.h>
 #include <strings.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "common/base/td_base.h"
 #include "common/base/td_config.h"
+#include "common/base/td_file.h"
 #include "common/base/td_log.h"
 #include "common/base/td_names.h"
-#include "common/base/td_private.h"
 #include "common/wire/td_bus.h"
 
 #define HASH_BYTES 32u
@@ -94,10 +95,8 @@ static const char *read_attribute(char *text, line_t *out)
     if (value != NULL && strcmp(text, "name") == 0) {
         const bool twice = out->name != NULL;
         out->name = value;
-        return !twice && td_name_is_valid(value, RTR_TENANT_NAME_CHARS_MAX) &&
-                       strcmp(value, "other") != 0
-                   ? NULL
-                   : "one name= of 1 to 32 letters, digits, '.', '_' or '-', not 'other'";
+        return !twice && rtr_tenant_name_is_valid(value) ? NULL
+                                                         : "one name= of " RTR_TENANT_NAME_EXPECTED;
     }
     if (value != NULL && strcmp(text, "cache") == 0) {
         const bool twice = out->terms.cache != RTR_CACHE_UNSAID;
@@ -217,17 +216,12 @@ static const char *take_text(rtr_auth_t *auth, char *text, size_t len, uint32_t 
 
 static td_status_t read_keys(FILE *file, const char *path, rtr_auth_t *auth)
 {
-    struct stat info;
     const char *expected = NULL;
     uint32_t number = 0;
     char *text = NULL;
     size_t room = 0;
     ssize_t len = 0;
 
-    if (fstat(fileno(file), &info) != 0 || !td_file_is_private(&info)) {
-        TD_LOG_ERROR("api key file refused", "file=%s expected=\"" TD_PRIVATE_EXPECTED "\"", path);
-        return TD_ERR_INVALID;
-    }
     while (expected == NULL && (len = getline(&text, &room, file)) >= 0) {
         expected = take_text(auth, text, (size_t)len, ++number);
     }
@@ -251,12 +245,16 @@ td_status_t rtr_auth_load(const char *path, const uint8_t *secret, rtr_tenants_t
                           rtr_auth_t **out)
 {
     rtr_auth_t *auth = NULL;
-    FILE *file = fopen(path, "re");
+    FILE *file = NULL;
+    struct stat st;
+    int fd = -1;
     td_status_t status = TD_ERR_NO_MEMORY;
 
+    TD_TRY(td_file_open("API keys", path, true, &fd, &st));
+    file = fdopen(fd, "r");
     if (file == NULL) {
-        TD_LOG_ERROR("api key file not opened", "file=%s err=\"%m\"", path);
-        return TD_ERR_IO;
+        (void)close(fd);
+        return TD_ERR_NO_MEMORY;
     }
     auth = td_calloc(1, sizeof(*auth));
     if (auth != NULL) {

@@ -372,7 +372,7 @@ td_status_t rtr_tenants_series(rtr_tenants_t *ts, td_str_t *out)
 
     for (uint32_t i = 0; i < ts->count; i++) {
         count = TD_MIN(i, RTR_TENANTS_SHOWN);
-        sums[count].name = count < RTR_TENANTS_SHOWN ? ts->all[i].name : "other";
+        sums[count].name = count < RTR_TENANTS_SHOWN ? ts->all[i].name : RTR_TENANT_REST;
         sums_add(&sums[count], &ts->all[i]);
     }
     return write_series(sums, count + 1, out);

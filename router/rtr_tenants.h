@@ -8,8 +8,10 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "common/base/td_buf.h"
+#include "common/base/td_names.h"
 #include "router/rtr_fair.h"
 #include "router/rtr_metrics.h"
 
@@ -18,6 +20,9 @@
 #define RTR_TENANT_LIMIT_MAX 1000000000u
 #define RTR_TENANTS_SHOWN 32u /* with series of their own; the others' are added up */
 #define RTR_TENANT_EVERYBODY "all"
+#define RTR_TENANT_REST "other" /* the series of those that have none of their own */
+#define RTR_TENANT_NAME_EXPECTED                                                                   \
+    "1 to 32 letters, digits, '.', '_' or '-', not '" RTR_TENANT_REST "'"
 
 typedef enum rtr_cache {
     RTR_CACHE_UNSAID = 0, /* of one that has no key: as if shared */
@@ -40,6 +45,11 @@ typedef struct rtr_bucket {
     int64_t level;  /* 1/60000 units, at at_ms */
     uint64_t at_ms; /* of the clock that callers pass in ns */
 } rtr_bucket_t;
+
+static inline bool rtr_tenant_name_is_valid(const char *name)
+{
+    return td_name_is_valid(name, RTR_TENANT_NAME_CHARS_MAX) && strcmp(name, RTR_TENANT_REST) != 0;
+}
 
 typedef enum rtr_limit {
     RTR_LIMIT_NONE = 0,

@@ -1,6 +1,5 @@
 #include "router/rtr_tls.h"
 
-#include <fcntl.h>
 #include <gnutls/abstract.h>
 #include <gnutls/gnutls.h>
 #include <pthread.h>
@@ -11,8 +10,8 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
+#include "common/base/td_file.h"
 #include "common/base/td_log.h"
-#include "common/base/td_private.h"
 
 #define CHAIN_MAX 8u
 #define FILE_BYTES_MAX (1u << 20)
@@ -63,19 +62,12 @@ static bool stamp_differs(const stamp_t *a, const stamp_t *b)
 static td_status_t read_file(const char *path, bool is_secret, gnutls_datum_t *out, stamp_t *stamp)
 {
     struct stat st;
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = -1;
     ssize_t got = -1;
 
-    if (fd < 0 || fstat(fd, &st) != 0) {
-        TD_LOG_ERROR("TLS file not opened", "file=%s err=\"%m\"", path);
-        if (fd >= 0) {
-            (void)close(fd);
-        }
-        return TD_ERR_IO;
-    }
-    if ((is_secret && !td_file_is_private(&st)) || st.st_size <= 0 || st.st_size > FILE_BYTES_MAX) {
-        TD_LOG_ERROR("TLS file refused", "file=%s expected=\"%s\"", path,
-                     is_secret ? TD_PRIVATE_EXPECTED ", up to 1 MiB of PEM" : "up to 1 MiB of PEM");
+    TD_TRY(td_file_open("TLS", path, is_secret, &fd, &st));
+    if (st.st_size <= 0 || st.st_size > FILE_BYTES_MAX) {
+        TD_LOG_ERROR("file refused", "what=TLS file=%s expected=\"up to 1 MiB of PEM\"", path);
         (void)close(fd);
         return TD_ERR_INVALID;
     }

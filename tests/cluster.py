@@ -35,6 +35,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOCAL = os.path.join(ROOT, "deploy", "local.sh")
 MODEL = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 LOG_TAIL_LINES = 15
+# Of each node and store, where a test does not say: the programs' own defaults are four times as
+# much, and all of it is touched when they start.
+KV_MEMORY = "256M"
+CAPACITY = "128M"
 HELD = ("reserved", "active", "quarantined")  # states of KV blocks
 POLL_S = 0.02  # between looks of wait_until()
 # What a process of a sanitizer build, or an assertion of ours, leaves in its log.
@@ -161,7 +165,7 @@ class Cluster:
     def __init__(self, bin="build/test/bin", prefill=1, decode=1, kvstore=1, routers=1, router_args=(),
                  prefill_args=(), decode_args=(), kvstore_args=(), args_of=None, env=None,
                  precision=None, kv_codec=None, attention=None, context_max=None, threads=None,
-                 kv_memory=None, donate=None, model=None, draft_model=None, timeout_s=None,
+                 kv_memory=KV_MEMORY, donate=None, model=None, draft_model=None, timeout_s=None,
                  http_timeout_s=None, etcd=False, self_prefill=0):
         self.bin = os.path.abspath(bin)
         sanitized = "san-" in self.bin
@@ -183,7 +187,7 @@ class Cluster:
         if etcd:
             self.command.append("--etcd")
         for kind, args in (("prefill", prefill_args), ("decode", decode_args),
-                           ("kvstore", kvstore_args)):
+                           ("kvstore", ("--capacity", CAPACITY, *kvstore_args))):
             if args:
                 self.command += [f"--{kind}-args", " ".join(args)]
         for process_id, args in (args_of or {}).items():

@@ -1,5 +1,5 @@
-/* td_cond.h - a condition that is waited for until a time of td_now_ns()'s clock, which nobody sets.
- * Threads: init: one; wait_until: any, with the mutex held. */
+/* td_cond.h - a condition that is waited for until a time of td_now_ns()'s clock, which nobody
+ * sets. Threads: init: one; wait_until: any, with the mutex held. */
 #pragma once
 
 #include <pthread.h>

@@ -1,10 +1,11 @@
 #include "common/coord/td_coord_options.h"
 
 #include <sodium.h>
-#include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_file.h"
 #include "common/base/td_log.h"
 #include "common/coord/td_etcd.h"
 
@@ -13,17 +14,18 @@
 /* The first line. */
 static td_status_t read_password(const char *path, char out[PASSWORD_CHARS_MAX + 1])
 {
-    FILE *file = fopen(path, "re");
-    bool ok = false;
+    struct stat st;
+    int fd = -1;
+    ssize_t got = 0;
 
-    if (file != NULL) {
-        ok = fgets(out, PASSWORD_CHARS_MAX + 1, file) != NULL;
-        (void)fclose(file);
-    }
-    if (!ok) {
-        TD_LOG_ERROR("etcd password not read", "file=%s", path);
+    TD_TRY(td_file_open("etcd password", path, true, &fd, &st));
+    got = read(fd, out, PASSWORD_CHARS_MAX);
+    (void)close(fd);
+    if (got <= 0) {
+        TD_LOG_ERROR("file refused", "what=\"etcd password\" file=%s expected=\"a line\"", path);
         return TD_ERR_INVALID;
     }
+    out[got] = '\0';
     out[strcspn(out, "\r\n")] = '\0';
     return TD_OK;
 }

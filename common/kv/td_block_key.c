@@ -1,6 +1,5 @@
 #include "common/kv/td_block_key.h"
 
-#include <fcntl.h>
 #include <sodium.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -8,9 +7,9 @@
 #include <xxhash.h>
 
 #include "common/base/td_base.h"
+#include "common/base/td_file.h"
 #include "common/kv/td_hash_avx2.h"
 #include "common/base/td_log.h"
-#include "common/base/td_private.h"
 
 #define SECRET_FILE_BYTES_MIN 32
 #define SECRET_FILE_BYTES_MAX 4096
@@ -53,21 +52,13 @@ td_status_t td_cluster_secret_load(const char *path, uint8_t out[TD_CLUSTER_SECR
                                  sizeof(alone) - 1, NULL, 0);
         return TD_OK;
     }
-    fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0 || fstat(fd, &st) != 0) {
-        TD_LOG_ERROR("cluster secret cannot be read", "file=%s err=\"%m\"", path);
-        if (fd >= 0) {
-            (void)close(fd);
-        }
-        return TD_ERR_IO;
-    }
+    TD_TRY(td_file_open("cluster secret", path, true, &fd, &st));
     got = read(fd, bytes, sizeof(bytes));
     (void)close(fd);
-    if (!td_file_is_private(&st) || got < SECRET_FILE_BYTES_MIN) {
-        TD_LOG_ERROR("cluster secret refused",
-                     "file=%s mode=%03o bytes=%zd "
-                     "expected=\"at least 32 bytes, " TD_PRIVATE_EXPECTED "\"",
-                     path, (unsigned)st.st_mode & 0777u, got);
+    if (got < SECRET_FILE_BYTES_MIN) {
+        TD_LOG_ERROR("file refused",
+                     "what=\"cluster secret\" file=%s bytes=%zd expected=\"at least 32 bytes\"",
+                     path, got);
         return TD_ERR_INVALID;
     }
     (void)crypto_generichash(out, TD_CLUSTER_SECRET_BYTES, bytes, (size_t)got, NULL, 0);
