@@ -49,7 +49,7 @@ LIBS_ALL = $(PKG_LIBS) $(CURL_LIBS) -lucs -lm -ldl
 
 PROGRAMS :=
 COMMON_SRC :=
-include proto/module.mk common/module.mk kvstore/module.mk prefill_node/module.mk \
+include proto/module.mk common/module.mk common/model/cuda/module.mk kvstore/module.mk prefill_node/module.mk \
         decode_node/module.mk router/module.mk tests/module.mk
 
 .DEFAULT_GOAL := all
@@ -93,6 +93,7 @@ down:
 # Only tests need them: promtool, which comes with prometheus, for the rules, chromium for the status page.
 check: setup model
 	@deploy/setup.sh --only prometheus chromium
+	@deploy/cuda_headers.sh
 	@$(MAKE) --no-print-directory check-layers
 	@$(MAKE) --no-print-directory -j$(shell nproc) WERROR=1 check-build
 	@python3 tests/run.py --san "$(SAN)" --bin "$(if $(SAN),$(BIN),build/test/bin)"
@@ -139,9 +140,9 @@ check-image: setup model
 check-layers:
 	@python3 tests/check_layers.py
 format:
-	@clang-format -i $$(git ls-files '*.c' '*.h')
+	@clang-format -i $$(git ls-files '*.c' '*.h' '*.cc' '*.cu' '*.cuh')
 clean:
-	rm -rf build/release build/bin build/test build/san-* build/gen
+	rm -rf build/release build/bin build/test build/san-* build/gen build/cuda build/emu build/emu-race build/gpu
 help:
 	@echo "make            build the programs into build/bin"
 	@echo "make demo       set up, build, fetch the model, serve one request, stop"

@@ -1,0 +1,39 @@
+/* emu_run.h - the emulator as the doubles of the CUDA runtime and the tests see it; C and C++.
+ * Threads: one at a time in the process. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define EMU_EXIT_FAULT 3 /* of a process in which a kernel did what a device would not bear */
+
+/* In which order threads of a block run between barriers. */
+typedef enum emu_order {
+    EMU_ORDER_ASCENDING = 0,
+    EMU_ORDER_DESCENDING,
+    EMU_ORDER_RANDOM
+} emu_order_t;
+
+void emu_set_order(emu_order_t wanted, uint32_t seed);
+
+#define EMU_ERROR_KERNEL 1 /* no registered kernel has this address */
+#define EMU_ERROR_SHAPE 2  /* more threads, blocks or shared memory than a device takes */
+/** Runs a kernel to its end. 0, or one of the errors above, and then nothing has run. */
+int emu_launch(const void *address, const unsigned grid[3], const unsigned block[3], void **args,
+               size_t shared_bytes);
+
+/** The largest number of bytes that the doubles give out at once; 0 = no limit. For tests of what
+ * happens when memory runs out. */
+void emu_set_memory(size_t bytes);
+/** Bytes given out and not freed. */
+size_t emu_memory_used(void);
+/** Launches since the process began. */
+uint64_t emu_launches(void);
+
+#ifdef __cplusplus
+}
+#endif

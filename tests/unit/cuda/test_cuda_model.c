@@ -1,0 +1,395 @@
+/* Whole models on the device: the CPU's logits and KV, bit for bit, whatever the chunks, batches,
+ * trees, masks and codecs; and what happens when memory runs out. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "tests/unit/cuda/test_cuda_rig.h"
+#include "tests/unit/model/test_model_rig.h"
+
+void emu_set_memory(size_t bytes) __attribute__((weak));
+size_t emu_memory_used(void) __attribute__((weak));
+
+static td_gguf_t *open_tiny(tiny_t *tiny, const tiny_spec_t *spec)
+{
+    td_gguf_t *gguf = NULL;
+
+    tiny_init(tiny, spec);
+    assert_int_equal(td_gguf_open_bytes(tiny->bytes, tiny->len, &gguf), TD_OK);
+    return gguf;
+}
+
+static td_model_options_t device_options(void)
+{
+    td_model_options_t options = default_options();
+
+    options.backend = TD_BACKEND_CUDA;
+    options.rows_max = 64;
+    options.device_kv_bytes = 8u << 20;
+    return options;
+}
+
+/* The same prompt on both, in chunks, then some tokens more: logits and blocks. */
+static void check_model(const tiny_spec_t *spec, td_model_options_t options, uint32_t tokens,
+                        uint32_t chunk)
+{
+    float logits[2][TINY_VOCAB];
+    rig_t rigs[2];
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, spec);
+
+    for (int side = 0; side < 2; side++) {
+        options.backend = side == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
+        rig_init(&rigs[side], gguf, &options, 1, tokens);
+        prefill(&rigs[side], 0, tokens, chunk, logits[side]);
+    }
+    cuda_assert_same_bits(logits[0], logits[1], TINY_VOCAB, "logits");
+    cuda_assert_same_bits(td_model_hidden(rigs[0].model), td_model_hidden(rigs[1].model), TINY_DIM,
+                          "hidden states");
+    for (uint32_t t = 0; t < tokens; t++) {
+        const td_kv_layout_t *kv = &rigs[0].info->kv;
+        const size_t block = t / kv->block_tokens * td_kv_block_bytes(kv);
+        for (uint32_t h = 0; h < 2 * kv->layers * kv->kv_heads; h++) {
+            const size_t at = td_kv_offset(kv, h / 2 / kv->kv_heads, h % 2 == 1,
+                                           h / 2 % kv->kv_heads, t % kv->block_tokens);
+            assert_memory_equal(rigs[0].pool + block + at, rigs[1].pool + block + at,
+                                td_kv_row_bytes(kv));
+        }
+    }
+    assert_string_equal(rigs[0].info->numerics_class, rigs[1].info->numerics_class);
+    rig_fini(&rigs[0]);
+    rig_fini(&rigs[1]);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+static void test_every_weight_type_and_precision(void **state)
+{
+    static const td_gguf_type_t types[] = {TD_GGUF_F32,  TD_GGUF_F16,  TD_GGUF_BF16,
+                                           TD_GGUF_Q8_0, TD_GGUF_Q4_0, TD_GGUF_Q4_1};
+
+    (void)state;
+    for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
+        for (uint32_t precision = 0; precision <= TD_PRECISION_EXACT; precision++) {
+            td_model_options_t options = device_options();
+            const tiny_spec_t spec = {.type = types[i], .untied = i % 2 == 1};
+            options.precision = (td_precision_t)precision;
+            options.kv_codec = (td_kv_codec_t)((i + precision) % TD_KV_CODECS);
+            check_model(&spec, options, 20, precision == 0 ? 20 : 7);
+        }
+    }
+}
+
+static void test_chunks_and_long_contexts(void **state)
+{
+    static const uint32_t chunks[] = {1, 9, 64};
+
+    (void)state;
+    for (size_t i = 0; i < TD_ARRAY_LEN(chunks); i++) {
+        const tiny_spec_t spec = {.type = TD_GGUF_Q4_1, .context = 2048};
+        check_model(&spec, device_options(), i == 0 ? 40 : 600, chunks[i]);
+    }
+}
+
+static void test_masks(void **state)
+{
+    static const char *const masks[] = {"window:24,3", "strided:20,32,4"};
+
+    (void)state;
+    for (size_t i = 0; i < TD_ARRAY_LEN(masks); i++) {
+        const tiny_spec_t spec = {.type = TD_GGUF_Q8_0};
+        td_model_options_t options = device_options();
+        options.attention = masks[i];
+        options.context_max = 1024;
+        check_model(&spec, options, 150, 40);
+    }
+}
+
+/* Sequences of different lengths in one pass have the bits that each has alone. */
+static void test_a_batch_is_its_sequences(void **state)
+{
+    enum { SEQUENCES = 5 };
+    float alone[SEQUENCES][TINY_VOCAB];
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_0};
+    const td_model_options_t options = device_options();
+    const float *logits = NULL;
+    tiny_t tiny;
+    rig_t rig;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    rig_init(&rig, gguf, &options, SEQUENCES, 100);
+    for (uint32_t s = 0; s < SEQUENCES; s++) {
+        prefill(&rig, s, 10 + 17 * s, 64, alone[s]);
+    }
+    for (uint32_t s = 0; s < SEQUENCES; s++) {
+        set_row(&rig, s, s, 9 + 17 * s, true); /* the last tokens again, together */
+    }
+    assert_int_equal(
+        td_model_forward(rig.model, rig.pool, rig.rows, SEQUENCES, 0, NULL, NULL, &logits), TD_OK);
+    for (uint32_t s = 0; s < SEQUENCES; s++) {
+        cuda_assert_same_bits(alone[s], logits + (size_t)s * TINY_VOCAB, TINY_VOCAB, "in a batch");
+    }
+    rig_fini(&rig);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+typedef struct layers_seen {
+    const rig_t *rig;
+    uint32_t next;
+    uint32_t calls;
+} layers_seen_t;
+
+/* The layers that are announced are in the host's blocks. */
+static void on_layers(void *ctx, uint32_t begin, uint32_t end)
+{
+    layers_seen_t *seen = ctx;
+    const td_kv_layout_t *kv = &seen->rig->info->kv;
+
+    assert_int_equal(begin, seen->next);
+    for (uint32_t layer = begin; layer < end; layer++) {
+        const uint8_t *k = seen->rig->pool + td_kv_offset(kv, layer, false, 0, 0);
+        uint8_t any = 0;
+        for (size_t i = 0; i < td_kv_row_bytes(kv); i++) {
+            any |= k[i];
+        }
+        assert_int_not_equal(any, 0);
+    }
+    seen->next = end;
+    seen->calls++;
+}
+
+static void test_layers_are_announced_when_they_are_with_the_host(void **state)
+{
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
+    const td_model_options_t options = device_options();
+    const float *logits = NULL;
+    tiny_t tiny;
+    rig_t rig;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    for (uint32_t step = 0; step <= TINY_LAYERS; step++) {
+        layers_seen_t seen = {.rig = &rig};
+        rig_init(&rig, gguf, &options, 1, 32);
+        for (uint32_t i = 0; i < 5; i++) {
+            set_row(&rig, i, 0, i, i == 4);
+        }
+        assert_int_equal(
+            td_model_forward(rig.model, rig.pool, rig.rows, 5, step, on_layers, &seen, &logits),
+            TD_OK);
+        assert_int_equal(seen.next, TINY_LAYERS);
+        assert_int_equal(seen.calls, step == 1 ? TINY_LAYERS : 1);
+        rig_fini(&rig);
+    }
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+/* A device that holds few blocks gives up the least recently used, and has them again from the
+ * host; one that a pass does not fit into says so, and goes on with the next. */
+static void test_blocks_come_and_go(void **state)
+{
+    enum { SEQUENCES = 6, TOKENS = 60 };
+    float want[SEQUENCES][TINY_VOCAB];
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
+    td_model_options_t options = device_options();
+    const float *logits = NULL;
+    tiny_t tiny;
+    rig_t rig;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    rig_init(&rig, gguf, &options, SEQUENCES, TOKENS);
+    options.device_kv_bytes = 9 * td_kv_block_bytes(&rig.info->kv); /* two sequences and a bit */
+    for (uint32_t s = 0; s < SEQUENCES; s++) {
+        prefill(&rig, s, TOKENS, 64, want[s]);
+    }
+    rig_fini(&rig);
+    rig_init(&rig, gguf, &options, SEQUENCES, TOKENS);
+    for (uint32_t s = 0; s < SEQUENCES; s++) {
+        float got[TINY_VOCAB];
+        prefill(&rig, s, TOKENS - 1, 64, got);
+    }
+    for (uint32_t s = 0; s < SEQUENCES; s++) {
+        set_row(&rig, s, s, TOKENS - 1, true);
+    }
+    assert_int_equal(
+        td_model_forward(rig.model, rig.pool, rig.rows, SEQUENCES, 0, NULL, NULL, &logits),
+        TD_ERR_NO_MEMORY);
+    for (uint32_t s = 0; s < SEQUENCES; s++) {
+        set_row(&rig, 0, s, TOKENS - 1, true);
+        assert_int_equal(td_model_forward(rig.model, rig.pool, rig.rows, 1, 0, NULL, NULL, &logits),
+                         TD_OK);
+        cuda_assert_same_bits(want[s], logits, TINY_VOCAB, "blocks that came back");
+    }
+    rig_fini(&rig);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+/* Blocks that the host fills (a fetch) are read as they are, once it has said so. */
+static void test_blocks_that_the_host_changed(void **state)
+{
+    enum { TOKENS = 48 };
+    float want[2][TINY_VOCAB];
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
+    const td_model_options_t options = device_options();
+    const float *logits = NULL;
+    tiny_t tiny;
+    rig_t rig;
+    size_t sequence = 0;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    rig_init(&rig, gguf, &options, 2, TOKENS);
+    sequence = rig.sequence_blocks * td_kv_block_bytes(&rig.info->kv);
+    prefill(&rig, 0, TOKENS, 64, want[0]);
+    prefill(&rig, 1, TOKENS, 64, want[1]);
+    memcpy(rig.pool + sequence, rig.pool, sequence); /* the first one's KV for the second */
+    for (uint32_t b = 0; b < rig.sequence_blocks; b++) {
+        td_model_kv_changed(rig.model, rig.sequence_blocks + b);
+    }
+    set_row(&rig, 0, 1, TOKENS - 1, true);
+    rig.rows[0].token = token_at(&rig, 0, TOKENS - 1);
+    assert_int_equal(td_model_forward(rig.model, rig.pool, rig.rows, 1, 0, NULL, NULL, &logits),
+                     TD_OK);
+    cuda_assert_same_bits(want[0], logits, TINY_VOCAB, "another's KV");
+    rig_fini(&rig);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+/* Two paths from one trunk, as verification has them: each row as its path alone. */
+static void test_trees_have_the_bits_of_their_paths(void **state)
+{
+    enum { TRUNK = 20, DEPTH = 4 };
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
+    td_model_options_t options = device_options();
+    float *all[2] = {NULL, NULL};
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    for (int side = 0; side < 2; side++) {
+        const float *logits = NULL;
+        float ignored[TINY_VOCAB];
+        rig_t rig;
+        uint32_t count = 0;
+        uint32_t paths[2][4] = {{0, 1, 2, 3}, {0, 9, 10, 11}}; /* part inside the second block */
+        options.backend = side == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
+        rig_init(&rig, gguf, &options, 3, 64);
+        prefill(&rig, 0, TRUNK, 64, ignored);
+        td_kv_copy_tokens(&rig.info->kv, rig.pool + 9 * td_kv_block_bytes(&rig.info->kv),
+                          rig.pool + td_kv_block_bytes(&rig.info->kv), 0, TRUNK - 16);
+        td_model_kv_changed(rig.model, 9);
+        /* The first drafted row is on both paths. */
+        rig.rows[count++] = (td_model_row_t){.token = 5,
+                                             .position = TRUNK,
+                                             .blocks = paths[0],
+                                             .copies = &paths[1][1],
+                                             .copy_count = 1,
+                                             .want_logits = true};
+        for (uint32_t p = 0; p < 2; p++) {
+            for (uint32_t i = 1; i < DEPTH; i++) {
+                rig.rows[count++] = (td_model_row_t){.token = 7 + 11 * p + i,
+                                                     .position = TRUNK + i,
+                                                     .blocks = paths[p],
+                                                     .is_branch = p == 1,
+                                                     .want_logits = true};
+            }
+        }
+        assert_int_equal(
+            td_model_forward(rig.model, rig.pool, rig.rows, count, 0, NULL, NULL, &logits), TD_OK);
+        all[side] = malloc(count * sizeof(float) * TINY_VOCAB);
+        memcpy(all[side], logits, count * sizeof(float) * TINY_VOCAB);
+        if (side == 1) {
+            cuda_assert_same_bits(all[0], all[1], (size_t)count * TINY_VOCAB, "tree");
+        }
+        rig_fini(&rig);
+    }
+    free(all[0]);
+    free(all[1]);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+static void test_first_layers_only(void **state)
+{
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
+    float want[TINY_VOCAB];
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    for (int side = 0; side < 2; side++) {
+        td_model_options_t options = device_options();
+        const float *logits = NULL;
+        rig_t rig;
+        options.backend = side == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
+        rig_init(&rig, gguf, &options, 1, 32);
+        for (uint32_t i = 0; i < 9; i++) {
+            set_row(&rig, i, 0, i, i == 8);
+        }
+        assert_int_equal(td_model_forward_first(rig.model, 1, rig.pool, rig.rows, 9, &logits),
+                         TD_OK);
+        if (side == 0) {
+            memcpy(want, logits, sizeof(want));
+        } else {
+            cuda_assert_same_bits(want, logits, TINY_VOCAB, "first layers");
+        }
+        rig_fini(&rig);
+    }
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+/* With every size of memory loading works or says that there is too little, and leaves nothing. */
+static void test_loading_with_too_little_memory(void **state)
+{
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
+    const td_model_options_t options = device_options();
+    td_model_t *model = NULL;
+    bool loaded = false;
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    if (emu_set_memory == NULL) {
+        td_gguf_close(gguf);
+        tiny_fini(&tiny);
+        skip(); /* a device's memory is what it is */
+    }
+    for (size_t bytes = 1024; !loaded; bytes = bytes * 5 / 4) {
+        td_status_t status = TD_OK;
+        assert_true(bytes < (64u << 20));
+        emu_set_memory(bytes);
+        status = td_model_load(gguf, &options, &model);
+        loaded = status == TD_OK;
+        assert_true(loaded || status == TD_ERR_NO_MEMORY);
+        if (loaded) {
+            td_model_destroy(model);
+        }
+        assert_int_equal(emu_memory_used(), 0);
+    }
+    emu_set_memory(0);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+static const struct CMUnitTest tests[] = {
+    cmocka_unit_test(test_every_weight_type_and_precision),
+    cmocka_unit_test(test_chunks_and_long_contexts),
+    cmocka_unit_test(test_masks),
+    cmocka_unit_test(test_a_batch_is_its_sequences),
+    cmocka_unit_test(test_layers_are_announced_when_they_are_with_the_host),
+    cmocka_unit_test(test_blocks_come_and_go),
+    cmocka_unit_test(test_blocks_that_the_host_changed),
+    cmocka_unit_test(test_trees_have_the_bits_of_their_paths),
+    cmocka_unit_test(test_first_layers_only),
+    cmocka_unit_test(test_loading_with_too_little_memory),
+};
+CUDA_TEST_MAIN(tests)
