@@ -3,7 +3,7 @@ TEST_SRC := $(wildcard tests/unit/*/test_*.c tests/fault/fault_*.c tests/fuzz/fu
 TEST_BIN := $(TEST_SRC:tests/%.c=$(BIN)/tests/%)
 NODE_LIBS := $(foreach d,router prefill_node decode_node kvstore,$(if $(wildcard $(d)/*.c),$(B)/lib$(d).a))
 # Programs that tests in Python start.
-TEST_PROGRAMS := $(BIN)/store_worker
+TEST_PROGRAMS += $(BIN)/store_worker
 .PHONY: tests
 tests: $(TEST_BIN) $(TEST_PROGRAMS)
 # Of the benchmark client, what one target reads with.

@@ -20,7 +20,7 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 UNIT_LIMIT_S = 120
 SLOW_LIMIT_S = 300  # under sanitizers, and for whole-model tests
-SLOW = re.compile(r"/test_(model|reference)\b")
+SLOW = re.compile(r"/test_(model|reference|cuda_model|cuda_reference)\b")
 # Mostly wait, for deaths to be noticed: they run beside the others, one after the other.
 WAITING = re.compile(r"^tests/chaos/|/test_(failover|drain|ha|hosts|cluster_hosts|routers)\.py$|/unit/coord/")
 SCRIPT_LIMIT_S = 600
@@ -148,7 +148,7 @@ def test_files(args):
     """(path, command, limit in seconds) of every file, in running order."""
     found = []
     scripts = ["tests/e2e/reference.py"]
-    folders = ("e2e", "clients", "chaos")
+    folders = ("emu", "e2e", "clients", "chaos")
     patterns = ("unit/*/test_*", "fault/fault_*", "fuzz/fuzz_*")
     if args.image:
         scripts, folders, patterns = [], ("image",), ()

@@ -208,7 +208,9 @@ static void pass_gate(gate *g, unsigned needed, void (*last)(fiber *))
     TSAN(__tsan_release(sign);)
     if (g->arrived + 1 == needed) {
         if (last != nullptr) {
+            TSAN(__tsan_acquire(sign);) /* it reads what all have brought */
             last(current);
+            TSAN(__tsan_release(sign);)
         }
         open_gate(g, needed - 1);
     } else {

@@ -63,7 +63,9 @@ $(CUDA_TEST_BIN): $(BIN)/tests/%: $(B)/tests/%.o $(CUDA_OBJ) $(EMU_OBJ) $(B)/tes
         $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CMOCKA_LIBS) -o $@
-# ThreadSanitizer finds what the orders of threads do not show. At -O0: optimised code hides races.
+# ThreadSanitizer finds what the orders of threads do not show. At -O0: optimised code hides races. Not
+# compiled for it are our own files in C, which run one after the other.
+TEST_PROGRAMS += $(BIN)/emu_race
 RACE_OBJ := build/emu-race/emu.o $(CUDA_KERNELS:%.cu=build/emu-race/%.o)
 build/emu-race/emu.o: tests/emu/emu.cc $(EMU_TEXTS)
 	@mkdir -p $(@D)
@@ -73,6 +75,9 @@ build/emu-race/%.o: %.cu $(CUDA_TEXTS) $(EMU_TEXTS)
 	@mkdir -p $(@D)
 	@echo "  EMU     $< (races)"
 	@$(EMU_CXX) $(EMU_CXXFLAGS) -O0 -fsanitize=thread -include tests/emu/emu.h -x c++ -c $< -o $@
+$(BIN)/emu_race: $(B)/tests/emu/race_main.o $(B)/tests/emu/emu_cudart.o $(RACE_OBJ) $(CUDA_OBJ) $(B)/libtandem.a
+	@mkdir -p $(@D); echo "  LD      $@"
+	@$(EMU_CXX) -fsanitize=thread -pthread $(filter-out -fsanitize%,$(LDFLAGS)) $^ $(LIBS_ALL) -o $@
 else
 # They say that they were skipped, and why, so that they are counted.
 $(CUDA_TEST_BIN): $(BIN)/tests/%:

@@ -135,9 +135,9 @@ DEV void product_quantised(const td_cuda_product_t &p)
     for (uint32_t c = 0; c < chunks; c++) {
         const uint8_t *const stage = stages + c % STAGES * stage_bytes;
         const uint32_t left = groups - c * TD_CUDA_CHUNK;
+        /* Behind it all copies of this chunk are there, and all are done with the last one. */
         dev_copy_wait<STAGES - 2>();
-        __syncthreads(); /* all copies of this chunk are there, and all are done with the last one
-                          */
+        __syncthreads();
         if (c + STAGES - 1 < chunks) {
             load_chunk<group_bytes, WIDE, rows, WARPS>(
                 p, at, stages + (c + STAGES - 1) % STAGES * stage_bytes, row_begin, c + STAGES - 1,
@@ -286,6 +286,7 @@ DEV void product_float(const td_cuda_product_t &p)
         const uint8_t *const stage = stages + c % STAGES * stage_bytes;
         const float *const x = reinterpret_cast<const float *>(stage + weights);
         const uint32_t left = inputs - c * FLOAT_CHUNK;
+        /* Behind it all copies of this chunk are there, and all are done with the last one. */
         dev_copy_wait<STAGES - 2>();
         __syncthreads();
         if (c + STAGES - 1 < chunks) {
