@@ -595,6 +595,11 @@ td_status_t td_model_forward_first(td_model_t *model, uint32_t layers, uint8_t *
     return forward(model, &pass, logits_out);
 }
 
+void td_model_use_pool(td_model_t *model, const td_pool_t *pool)
+{
+    model->pool = pool;
+}
+
 void td_model_kv_changed(td_model_t *model, uint32_t block)
 {
     if (model->device != NULL) {

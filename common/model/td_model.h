@@ -13,6 +13,7 @@
 #include "common/base/td_status.h"
 #include "common/kv/td_attention_mask.h"
 #include "common/kv/td_kv_layout.h"
+#include "common/kv/td_pool.h"
 #include "common/model/td_gguf.h"
 
 #define TD_MODEL_ROWS_MAX 4096u /* rows of one pass */
@@ -103,8 +104,13 @@ TD_MUST_CHECK td_status_t td_isa_parse(const char *text, td_isa_t *out);
 TD_MUST_CHECK td_status_t td_backend_parse(const char *text, td_backend_t *out);
 #define TD_BACKEND_NAMES "cpu|cuda" /* as TD_OPTION_CHOICE wants them */
 
-/** Says that the bytes of a block of the pool are no longer those that passes have left there: it
- * was fetched into, or tokens were copied. A backend with copies of blocks drops its own. */
+/** The pool whose memory passes will be given: a backend that keeps copies of blocks sees by a
+ * block's epoch that it was given out anew, and then its copy is of no use.
+ * Owner:  borrowed until the model is destroyed, or another is given. */
+void td_model_use_pool(td_model_t *model, const td_pool_t *pool);
+
+/** Says that the bytes of a block are no longer those that passes have left there, though its epoch
+ * is the same: tokens were copied into it. Not during a pass. */
 void td_model_kv_changed(td_model_t *model, uint32_t block);
 
 /** Called by the pass's own thread after layers [layer_begin, layer_end) of every row are written

@@ -4,6 +4,7 @@
 
 #include <stdatomic.h>
 
+#include "common/kv/td_pool.h"
 #include "common/model/cpu/td_cpu_ops.h"
 #include "common/model/td_model.h"
 #include "common/model/td_threads.h"
@@ -64,6 +65,7 @@ struct td_model {
     const td_cpu_ops_t *ops;
     td_threads_t *threads;     /* owned */
     td_model_device_t *device; /* owned; NULL: the CPU runs the passes */
+    const td_pool_t *pool;     /* borrowed; NULL: whoever changes blocks says so */
 
     /* weights, immutable after loading */
     td_arena_t *weights;         /* owned: the bytes of all matrices */

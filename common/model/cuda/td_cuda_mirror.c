@@ -7,6 +7,7 @@
 
 typedef struct place {
     uint32_t block; /* TD_CUDA_NO_PLACE: none */
+    uint64_t epoch; /* of the block, when it was taken last */
     uint64_t pass;  /* that used it last */
     bool valid;
     TAILQ_ENTRY(place) link;
@@ -68,8 +69,8 @@ void td_cuda_mirror_begin(td_cuda_mirror_t *m)
     m->pass++;
 }
 
-td_status_t td_cuda_mirror_take(td_cuda_mirror_t *m, uint32_t block, uint32_t *place_out,
-                                bool *valid_out)
+td_status_t td_cuda_mirror_take(td_cuda_mirror_t *m, uint32_t block, uint64_t epoch,
+                                uint32_t *place_out, bool *valid_out)
 {
     place_t *p = NULL;
 
@@ -88,6 +89,8 @@ td_status_t td_cuda_mirror_take(td_cuda_mirror_t *m, uint32_t block, uint32_t *p
         p->valid = false;
         m->place_of[block] = (uint32_t)(p - m->places);
     }
+    p->valid = p->valid && p->epoch == epoch;
+    p->epoch = epoch;
     p->pass = m->pass;
     TAILQ_REMOVE(&m->by_use, p, link);
     TAILQ_INSERT_TAIL(&m->by_use, p, link);

@@ -22,11 +22,11 @@ void td_cuda_mirror_destroy(td_cuda_mirror_t *mirror);
 /** A new pass: what earlier ones used may go again. */
 void td_cuda_mirror_begin(td_cuda_mirror_t *mirror);
 /** A block's place, kept until the next pass begins. O(1).
- * Units:  valid_out: whether the copy there is the host's block.
+ * Units:  epoch: the block's; valid_out: whether the copy there is the host's block of that epoch.
  * Errors: TD_ERR_NO_MEMORY (this pass uses all places). */
 TD_MUST_CHECK td_status_t td_cuda_mirror_take(td_cuda_mirror_t *mirror, uint32_t block,
-                                              uint32_t *place_out, bool *valid_out);
-/** The copy is the host's block from now on. */
+                                              uint64_t epoch, uint32_t *place_out, bool *valid_out);
+/** The copy is the host's block from now on, while it has the epoch that it was taken with. */
 void td_cuda_mirror_validate(td_cuda_mirror_t *mirror, uint32_t block);
 /** The host's block has changed: the copy is of no use. */
 void td_cuda_mirror_forget(td_cuda_mirror_t *mirror, uint32_t block);

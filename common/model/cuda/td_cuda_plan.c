@@ -1,5 +1,6 @@
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
+#include "common/kv/td_pool.h"
 #include "common/model/cuda/td_cuda_device.h"
 
 /* Attention is split into spans where it would leave multiprocessors without work. */
@@ -43,7 +44,9 @@ static td_status_t place_block(td_model_device_t *d, const td_model_t *m, uint32
 {
     const size_t block_bytes = td_kv_block_bytes(&m->info.kv);
     bool valid = false;
-    td_status_t status = td_cuda_mirror_take(d->mirror, block, place_out, &valid);
+    /* A block that was given out anew holds what somebody else has put there. */
+    const uint64_t epoch = m->pool == NULL ? 0 : td_pool_epoch(m->pool, block);
+    td_status_t status = td_cuda_mirror_take(d->mirror, block, epoch, place_out, &valid);
 
     if (status != TD_OK) {
         TD_LOG_ERROR("pass needs more blocks at once than the device holds",

@@ -92,8 +92,7 @@ static void test_broken_rows_give_no_token(void **state)
             logits[(size_t)r * VOCAB + i] = r / 2 == 2 ? -INFINITY : 1.0f;
         }
         logits[(size_t)r * VOCAB + 700] = r / 2 == 0 ? NAN : r / 2 == 1 ? INFINITY : 1.0f;
-        logits[(size_t)r * VOCAB + 700] =
-            r / 2 == 2 ? -INFINITY : logits[(size_t)r * VOCAB + 700];
+        logits[(size_t)r * VOCAB + 700] = r / 2 == 2 ? -INFINITY : logits[(size_t)r * VOCAB + 700];
     }
     draw(logits, temperature, log_min_p, key, got);
     for (uint32_t r = 0; r < ROWS; r++) {

@@ -8,6 +8,8 @@
 #include "common/base/td_base.h"
 #include "common/model/cuda/td_cuda_mirror.h"
 
+static uint64_t epoch = 5; /* of all blocks */
+
 static td_cuda_mirror_t *make(uint32_t places)
 {
     td_cuda_mirror_t *m = NULL;
@@ -19,7 +21,7 @@ static uint32_t take(td_cuda_mirror_t *m, uint32_t block, bool want_valid)
 {
     uint32_t place = 0;
     bool valid = false;
-    assert_int_equal(td_cuda_mirror_take(m, block, &place, &valid), TD_OK);
+    assert_int_equal(td_cuda_mirror_take(m, block, epoch, &place, &valid), TD_OK);
     assert_int_equal(valid, want_valid);
     return place;
 }
@@ -55,7 +57,7 @@ static void test_a_pass_keeps_what_it_took(void **state)
     td_cuda_mirror_begin(m);
     take(m, 1, false);
     take(m, 2, false);
-    assert_int_equal(td_cuda_mirror_take(m, 3, &place, &valid), TD_ERR_NO_MEMORY);
+    assert_int_equal(td_cuda_mirror_take(m, 3, epoch, &place, &valid), TD_ERR_NO_MEMORY);
     assert_int_equal(place, 7);
     take(m, 1, false); /* it has that one */
     td_cuda_mirror_begin(m);
@@ -83,12 +85,31 @@ static void test_what_the_host_changed_is_not_valid(void **state)
     td_cuda_mirror_destroy(m);
 }
 
+/* A block that was given out anew holds what somebody else has put there. */
+static void test_a_new_epoch_is_another_block(void **state)
+{
+    td_cuda_mirror_t *m = make(4);
+
+    (void)state;
+    td_cuda_mirror_begin(m);
+    take(m, 1, false);
+    td_cuda_mirror_validate(m, 1);
+    take(m, 1, true);
+    epoch++;
+    take(m, 1, false);
+    take(m, 1, false); /* still nobody has made a copy */
+    td_cuda_mirror_validate(m, 1);
+    take(m, 1, true);
+    td_cuda_mirror_destroy(m);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_a_copy_stays_until_its_place_is_needed),
         cmocka_unit_test(test_a_pass_keeps_what_it_took),
         cmocka_unit_test(test_what_the_host_changed_is_not_valid),
+        cmocka_unit_test(test_a_new_epoch_is_another_block),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
