@@ -18,7 +18,7 @@ $(CUDA_OBJ) $(B)/tests/unit/cuda/%.o $(B)/tests/emu/%.o: PKG_CFLAGS += $(addpref
 # One code for each generation, and PTX of the newest for those that come. I1: no contraction.
 CUDA_ARCHS ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
               -gencode arch=compute_100,code=[sm_100,compute_100]
-NVCC_FLAGS := -std=c++17 -O3 -fmad=false -Xcompiler -fPIC $(CUDA_ARCHS)
+NVCC_FLAGS := -std=c++17 -O3 -fmad=false -Xcompiler -fPIC,-fno-threadsafe-statics,-fno-exceptions,-fno-rtti $(CUDA_ARCHS)
 CUDA_DEVICE_OBJ := $(CUDA_KERNELS:%.cu=build/cuda/%.o)
 build/cuda/%.o: %.cu $(CUDA_TEXTS)
 	@mkdir -p $(@D)
@@ -34,7 +34,7 @@ cuda-report: $(CUDA_DEVICE_OBJ)
 ifneq ($(CUDA),0)
 ifeq ($(SAN),)
 CUDA_LINK_OBJ := $(CUDA_OBJ) $(CUDA_DEVICE_OBJ)
-CUDA_LIBS := -L$(CUDA_LIB) -lcudart_static -lrt -lpthread -ldl -lstdc++
+CUDA_LIBS := -L$(CUDA_LIB) -lcudart_static -lrt -lpthread -ldl
 endif
 endif
 
@@ -63,6 +63,14 @@ $(CUDA_TEST_BIN): $(BIN)/tests/%: $(B)/tests/%.o $(CUDA_OBJ) $(EMU_OBJ) $(B)/tes
         $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CMOCKA_LIBS) -o $@
+# The nodes with the emulator in place of a device, for tests of whole clusters.
+EMU_NODES := $(BIN)/emu/tandem-prefill $(BIN)/emu/tandem-decode
+TEST_PROGRAMS += $(EMU_NODES)
+EMU_NODE_OBJ := $(CUDA_OBJ) $(EMU_OBJ) $(B)/tests/emu/emu_cudart.o
+$(EMU_NODES): $(BIN)/emu/tandem-%: $(B)/%_node/main.o $(EMU_NODE_OBJ) $(B)/lib%_node.a $(B)/libkvstore.a \
+        $(B)/libtandem.a
+	@mkdir -p $(@D); echo "  LD      $@"
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
 # ThreadSanitizer finds what the orders of threads do not show. At -O0: optimised code hides races. Not
 # compiled for it are our own files in C, which run one after the other.
 TEST_PROGRAMS += $(BIN)/emu_race
