@@ -155,5 +155,6 @@ help:
 	@echo "make sbom       what the programs are linked with, as an SPDX document in build/"
 	@echo "make image      OCI images of the programs and of etcd in build/image (as root; FRESH=1)"
 	@echo "make check-image  build the images, and run a cluster of them"
+	@echo "make check-gpu  what only a CUDA device can show; bench-gpu its figures (both say what they skip)"
 	@echo "make cleanroom  run demo and check in a minimal Debian root"
 	@echo "make bench      all figures, a table and a plot in build/bench (PEERS=1: llama.cpp's too)"

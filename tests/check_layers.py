@@ -12,7 +12,7 @@ PROGRAMS = ("kvstore", "router", "prefill_node", "decode_node")
 STORE_FACES = ("kvstore/kvs_client.h", "kvstore/kvs_donor.h")
 CUDA = re.compile(r"^(cuda|cublas|nvrtc|driver_types|cooperative_groups|mma\.h)")
 
-CUDA_FOLDERS = ("common/model/cuda", "tests/emu", "tests/unit/cuda")
+CUDA_FOLDERS = ("common/model/cuda", "tests/emu", "tests/gpu", "tests/unit/cuda")
 
 # Folders of this project (without their own) whose headers a folder may include.
 COMMON = {

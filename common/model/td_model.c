@@ -598,6 +598,9 @@ td_status_t td_model_forward_first(td_model_t *model, uint32_t layers, uint8_t *
 void td_model_use_pool(td_model_t *model, const td_pool_t *pool)
 {
     model->pool = pool;
+    if (model->device != NULL) {
+        td_cuda_device_ops.use_pool(model->device, pool);
+    }
 }
 
 void td_model_kv_changed(td_model_t *model, uint32_t block)

@@ -106,7 +106,7 @@ TD_MUST_CHECK td_status_t td_backend_parse(const char *text, td_backend_t *out);
 
 /** The pool whose memory passes will be given: a backend that keeps copies of blocks sees by a
  * block's epoch that it was given out anew, and then its copy is of no use.
- * Owner:  borrowed until the model is destroyed, or another is given. */
+ * Owner:  borrowed until another or NULL is given, which must be before its memory goes. */
 void td_model_use_pool(td_model_t *model, const td_pool_t *pool);
 
 /** Says that the bytes of a block are no longer those that passes have left there, though its epoch

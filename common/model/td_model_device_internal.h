@@ -25,6 +25,8 @@ typedef struct td_model_device_ops {
     td_status_t (*forward)(td_model_device_t *device, td_model_t *m);
     /** The host's bytes of a block are no longer those that the last pass left. */
     void (*changed)(td_model_device_t *device, uint32_t block);
+    /** The pool that passes will be given, or NULL: as td_model_use_pool(). */
+    void (*use_pool)(td_model_device_t *device, const td_pool_t *pool);
     void (*destroy)(td_model_device_t *device);
 } td_model_device_ops_t;
 

@@ -285,6 +285,9 @@ void td_node_stop(td_node_t *n)
 
     td_worker_destroy(n->worker);
     n->worker = NULL;
+    if (n->model != NULL) {
+        td_model_use_pool(n->model, NULL); /* its memory is the transfer's */
+    }
     td_transfer_destroy(n->transfer); /* completes every fetch into the ring */
     n->transfer = NULL;
     td_verify_destroy(n->verify); /* as well */

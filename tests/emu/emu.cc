@@ -98,17 +98,19 @@ struct kernel {
     const char *name;
     const void *address;
     invoke_fn invoke;
+    size_t param_bytes;
 };
 static kernel kernels[KERNELS_MAX];
 static unsigned kernel_count;
 
-registration::registration(const char *name, const void *address, invoke_fn invoke)
+registration::registration(const char *name, const void *address, invoke_fn invoke,
+                           size_t param_bytes)
 {
     if (kernel_count == KERNELS_MAX) {
         fprintf(stderr, "emu: more than %d kernels\n", KERNELS_MAX);
         abort();
     }
-    kernels[kernel_count++] = {name, address, invoke};
+    kernels[kernel_count++] = {name, address, invoke, param_bytes};
 }
 
 [[noreturn]] static void fail(const char *why)
@@ -478,8 +480,8 @@ extern "C" void emu_set_order(emu_order_t wanted, uint32_t seed)
     random_state = seed;
 }
 
-extern "C" int emu_launch(const void *address, const unsigned grid[3], const unsigned block[3],
-                          void **args, size_t shared_bytes)
+extern "C" int emu_check(const void *address, const unsigned grid[3], const unsigned block[3],
+                         size_t shared_bytes, size_t *param_bytes_out)
 {
     const kernel *const k = find_kernel(address);
     const uint64_t threads = (uint64_t)block[0] * block[1] * block[2];
@@ -491,10 +493,20 @@ extern "C" int emu_launch(const void *address, const unsigned grid[3], const uns
         grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[1] > 65535 || grid[2] > 65535) {
         return EMU_ERROR_SHAPE;
     }
+    *param_bytes_out = k->param_bytes;
+    return 0;
+}
+
+extern "C" void emu_launch(const void *address, const unsigned grid[3], const unsigned block[3],
+                           void *params, size_t shared_bytes)
+{
+    const kernel *const k = find_kernel(address);
+    void *args[1] = {params};
+
     if (stacks == nullptr) {
         prepare();
     }
-    thread_count = (unsigned)threads;
+    thread_count = block[0] * block[1] * block[2];
     kernel_invoke = k->invoke;
     kernel_name = k->name;
     kernel_args = args;
@@ -509,5 +521,4 @@ extern "C" int emu_launch(const void *address, const unsigned grid[3], const uns
         }
     }
     kernel_name = "none";
-    return 0;
 }

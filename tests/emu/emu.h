@@ -42,10 +42,11 @@ void copy_wait(unsigned groups_left);
 
 typedef void (*invoke_fn)(void **args);
 struct registration {
-    registration(const char *name, const void *kernel, invoke_fn invoke);
+    registration(const char *name, const void *kernel, invoke_fn invoke, size_t param_bytes);
 };
 template <class T> struct invoker;
 template <class A> struct invoker<void (*)(A)> {
+    static constexpr size_t param_bytes = sizeof(A);
     template <void (*K)(A)> static void call(void **args)
     {
         K(*static_cast<A *>(args[0]));
@@ -55,6 +56,7 @@ template <auto K> void invoke(void **args)
 {
     invoker<decltype(K)>::template call<K>(args);
 }
+template <auto K> constexpr size_t param_bytes = invoker<decltype(K)>::param_bytes;
 template <class T> inline T shuffle(unsigned mask, T value, unsigned from)
 {
     static_assert(sizeof(T) <= 8, "a shuffle moves 8 bytes at most");

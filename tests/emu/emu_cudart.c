@@ -1,5 +1,12 @@
-/* Doubles of the CUDA runtime calls that common/model/cuda makes. Everything is done when it is
- * asked for, in the order of the calls. A device address ends at a page that nobody may touch. */
+/* Doubles of the CUDA runtime calls that common/model/cuda makes.
+ *
+ * Streams are as lazy as they may be: what is asked of one is done when somebody waits for it, and
+ * of the others only what it waits for. So whoever reads without waiting, or fills a buffer again
+ * that is still to be read, is found out. Memory that is not pinned is copied as the runtime does
+ * it: from it when it is asked for, to it at once. A device address ends at a page that nobody may
+ * touch. Threads: one at a time in the process. */
+#include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -10,7 +17,10 @@
 
 #define PAGE ((size_t)4096)
 #define ALLOCATIONS_MAX 4096
+#define PINNED_MAX 256
+#define STREAMS_MAX 16
 #define MEMORY_TOTAL ((size_t)8 << 30)
+#define POISONED_MAX ((size_t)64 << 20) /* larger ones stay zero, and need no memory until used */
 
 typedef struct allocation {
     unsigned char *address;
@@ -19,10 +29,47 @@ typedef struct allocation {
     size_t map_bytes;
 } allocation_t;
 
+typedef struct pinned {
+    const unsigned char *address;
+    size_t bytes;
+} pinned_t;
+
+typedef enum op_kind { OP_COPY, OP_SET, OP_LAUNCH, OP_RECORD, OP_WAIT } op_kind_t;
+
+typedef struct op {
+    op_kind_t kind;
+    struct op *next;
+    void *to;
+    const void *from; /* of a launch: the kernel */
+    size_t bytes;     /* of a launch: of shared memory */
+    int value;
+    unsigned grid[3];
+    unsigned block[3];
+    struct CUevent_st *event;
+    uint64_t ticket;      /* of the record that is waited for */
+    unsigned char *owned; /* what is copied from, or the kernel's parameter */
+} op_t;
+
+struct CUstream_st {
+    op_t *first;
+    op_t *last;
+    bool used; /* its place in the list */
+};
+
+struct CUevent_st {
+    struct CUstream_st *stream; /* of the last record */
+    uint64_t asked;             /* ticket of the last record; 0: none */
+    uint64_t done;              /* of the last one that was reached */
+};
+
 static allocation_t allocations[ALLOCATIONS_MAX];
+static pinned_t pinned[PINNED_MAX];
+static struct CUstream_st streams[STREAMS_MAX] = {
+    {.used = true}}; /* the first is the default one */
 static size_t memory_limit;
 static size_t memory_used;
 static uint64_t launches;
+static uint64_t tickets;
 static cudaError_t last_error = cudaSuccess;
 
 void emu_set_memory(size_t bytes)
@@ -47,6 +94,161 @@ static cudaError_t set_error(cudaError_t error)
     }
     return error;
 }
+
+/* --- streams ---------------------------------------------------------------------------------- */
+
+static struct CUstream_st *stream_of(cudaStream_t stream)
+{
+    return stream == NULL ? &streams[0] : stream;
+}
+
+static void run_until(struct CUevent_st *event, uint64_t ticket);
+
+static void run_op(op_t *op)
+{
+    switch (op->kind) {
+    case OP_COPY:
+        memcpy(op->to, op->owned != NULL ? op->owned : op->from, op->bytes);
+        break;
+    case OP_SET:
+        memset(op->to, op->value, op->bytes);
+        break;
+    case OP_LAUNCH:
+        launches++;
+        emu_launch(op->from, op->grid, op->block, op->owned, op->bytes);
+        break;
+    case OP_RECORD:
+        op->event->done = op->ticket;
+        break;
+    case OP_WAIT:
+        run_until(op->event, op->ticket);
+        break;
+    }
+}
+
+static bool run_next(struct CUstream_st *s)
+{
+    op_t *op = s->first;
+
+    if (op == NULL) {
+        return false;
+    }
+    s->first = op->next;
+    s->last = s->first == NULL ? NULL : s->last;
+    run_op(op);
+    free(op->owned);
+    free(op);
+    return true;
+}
+
+static void run_stream(struct CUstream_st *s)
+{
+    while (run_next(s)) {
+    }
+}
+
+static void run_until(struct CUevent_st *event, uint64_t ticket)
+{
+    while (event->done < ticket) {
+        if (!run_next(event->stream)) {
+            (void)fprintf(stderr, "emu: a stream waits for an event that does not come\n");
+            _Exit(EMU_EXIT_FAULT);
+        }
+    }
+}
+
+/* The last one first: they should not depend on each other. */
+static void run_all(void)
+{
+    for (size_t i = STREAMS_MAX; i-- > 0;) {
+        run_stream(&streams[i]);
+    }
+}
+
+static cudaError_t add_op(cudaStream_t stream, const op_t *wanted)
+{
+    struct CUstream_st *s = stream_of(stream);
+    op_t *op = malloc(sizeof(*op));
+
+    if (op == NULL) {
+        free(wanted->owned);
+        return set_error(cudaErrorMemoryAllocation);
+    }
+    *op = *wanted;
+    op->next = NULL;
+    if (s->last == NULL) {
+        s->first = op;
+    } else {
+        s->last->next = op;
+    }
+    s->last = op;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned int flags)
+{
+    (void)flags;
+    for (size_t i = 0; i < STREAMS_MAX; i++) {
+        if (!streams[i].used) {
+            streams[i] = (struct CUstream_st){.used = true};
+            *out = &streams[i];
+            return cudaSuccess;
+        }
+    }
+    return set_error(cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream)
+{
+    run_stream(stream);
+    stream->used = false;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+{
+    run_stream(stream_of(stream));
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags)
+{
+    const op_t op = {.kind = OP_WAIT, .event = event, .ticket = event->asked};
+
+    (void)flags;
+    return add_op(stream, &op);
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned int flags)
+{
+    (void)flags;
+    *out = calloc(1, sizeof(**out));
+    return *out == NULL ? set_error(cudaErrorMemoryAllocation) : cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+    run_all(); /* nobody refers to it any more */
+    free(event);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+    const op_t op = {.kind = OP_RECORD, .event = event, .ticket = ++tickets};
+
+    event->stream = stream_of(stream);
+    event->asked = op.ticket;
+    return add_op(stream, &op);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event)
+{
+    run_until(event, event->asked);
+    return cudaSuccess;
+}
+
+/* --- memory ----------------------------------------------------------------------------------- */
 
 cudaError_t cudaMalloc(void **out, size_t bytes)
 {
@@ -73,7 +275,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
         a->address = a->map + pages - data;
         a->bytes = bytes;
         memory_used += bytes;
-        if (bytes <= (size_t)64 << 20) {
+        if (bytes <= POISONED_MAX) {
             memset(a->map, 0xff, pages); /* NaN, as what nobody has written may be */
         }
         *out = a->address;
@@ -84,6 +286,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
 
 cudaError_t cudaFree(void *address)
 {
+    run_all(); /* as the runtime does */
     for (size_t i = 0; i < ALLOCATIONS_MAX && address != NULL; i++) {
         allocation_t *a = &allocations[i];
         if (a->map != NULL && a->address == address) {
@@ -96,33 +299,107 @@ cudaError_t cudaFree(void *address)
     return address == NULL ? cudaSuccess : set_error(cudaErrorInvalidValue);
 }
 
+static bool add_pinned(const void *address, size_t bytes)
+{
+    for (size_t i = 0; i < PINNED_MAX; i++) {
+        if (pinned[i].address == NULL) {
+            pinned[i] = (pinned_t){address, bytes};
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool remove_pinned(const void *address)
+{
+    for (size_t i = 0; i < PINNED_MAX; i++) {
+        if (address != NULL && pinned[i].address == address) {
+            pinned[i].address = NULL;
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool is_pinned(const void *address)
+{
+    const unsigned char *at = address;
+
+    for (size_t i = 0; i < PINNED_MAX; i++) {
+        if (pinned[i].address != NULL && at >= pinned[i].address &&
+            at < pinned[i].address + pinned[i].bytes) {
+            return true;
+        }
+    }
+    return false;
+}
+
 cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned int flags)
 {
     (void)flags;
     *out = aligned_alloc(64, (bytes + 63) / 64 * 64);
-    return *out == NULL ? set_error(cudaErrorMemoryAllocation) : cudaSuccess;
+    if (*out == NULL || !add_pinned(*out, bytes)) {
+        return set_error(cudaErrorMemoryAllocation);
+    }
+    memset(*out, 0xff, bytes);
+    return cudaSuccess;
 }
 
 cudaError_t cudaFreeHost(void *address)
 {
+    run_all();
+    (void)remove_pinned(address);
     free(address);
     return cudaSuccess;
+}
+
+cudaError_t cudaHostRegister(void *address, size_t bytes, unsigned int flags)
+{
+    (void)flags;
+    if (address == NULL || bytes == 0) {
+        return set_error(cudaErrorInvalidValue);
+    }
+    return add_pinned(address, bytes) ? cudaSuccess : set_error(cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaHostUnregister(void *address)
+{
+    run_all();
+    return remove_pinned(address) ? cudaSuccess : set_error(cudaErrorHostMemoryNotRegistered);
+}
+
+cudaError_t cudaHostGetDevicePointer(void **out, void *address, unsigned int flags)
+{
+    (void)flags;
+    *out = address;
+    return is_pinned(address) ? cudaSuccess : set_error(cudaErrorInvalidValue);
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t stream)
 {
-    (void)kind;
-    (void)stream;
-    memcpy(to, from, bytes);
-    return cudaSuccess;
+    op_t op = {.kind = OP_COPY, .to = to, .from = from, .bytes = bytes};
+    cudaError_t error = cudaSuccess;
+
+    if (kind == cudaMemcpyHostToDevice && !is_pinned(from)) {
+        op.owned = malloc(bytes == 0 ? 1 : bytes);
+        if (op.owned == NULL) {
+            return set_error(cudaErrorMemoryAllocation);
+        }
+        memcpy(op.owned, from, bytes);
+    }
+    error = add_op(stream, &op);
+    if (error == cudaSuccess && kind == cudaMemcpyDeviceToHost && !is_pinned(to)) {
+        run_stream(stream_of(stream));
+    }
+    return error;
 }
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream)
 {
-    (void)stream;
-    memset(to, value, bytes);
-    return cudaSuccess;
+    const op_t op = {.kind = OP_SET, .to = to, .value = value, .bytes = bytes};
+
+    return add_op(stream, &op);
 }
 
 cudaError_t cudaMemGetInfo(size_t *free_out, size_t *total_out)
@@ -131,6 +408,9 @@ cudaError_t cudaMemGetInfo(size_t *free_out, size_t *total_out)
     *free_out = *total_out - (memory_used < *total_out ? memory_used : *total_out);
     return cudaSuccess;
 }
+
+/* --- device and kernels ------------------------------------------------------------------------
+ */
 
 cudaError_t cudaGetDeviceCount(int *out)
 {
@@ -161,71 +441,6 @@ cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int 
     }
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned int flags)
-{
-    (void)flags;
-    *out = malloc(1);
-    return *out == NULL ? set_error(cudaErrorMemoryAllocation) : cudaSuccess;
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t stream)
-{
-    free(stream);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t stream)
-{
-    (void)stream;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags)
-{
-    (void)stream;
-    (void)event;
-    (void)flags;
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned int flags)
-{
-    (void)flags;
-    *out = malloc(1);
-    return *out == NULL ? set_error(cudaErrorMemoryAllocation) : cudaSuccess;
-}
-
-cudaError_t cudaEventDestroy(cudaEvent_t event)
-{
-    free(event);
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
-{
-    (void)event;
-    (void)stream;
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventSynchronize(cudaEvent_t event)
-{
-    (void)event;
-    return cudaSuccess;
-}
-
-cudaError_t cudaHostRegister(void *address, size_t bytes, unsigned int flags)
-{
-    (void)flags;
-    return address == NULL || bytes == 0 ? set_error(cudaErrorInvalidValue) : cudaSuccess;
-}
-
-cudaError_t cudaHostUnregister(void *address)
-{
-    (void)address;
-    return cudaSuccess;
-}
-
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value)
 {
     (void)kernel;
@@ -236,19 +451,27 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attr
 cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **args,
                              size_t shared_bytes, cudaStream_t stream)
 {
-    const unsigned grid_of[3] = {grid.x, grid.y, grid.z};
-    const unsigned block_of[3] = {block.x, block.y, block.z};
+    op_t op = {.kind = OP_LAUNCH,
+               .from = kernel,
+               .bytes = shared_bytes,
+               .grid = {grid.x, grid.y, grid.z},
+               .block = {block.x, block.y, block.z}};
+    size_t param_bytes = 0;
 
-    (void)stream;
-    launches++;
-    switch (emu_launch(kernel, grid_of, block_of, args, shared_bytes)) {
+    switch (emu_check(kernel, op.grid, op.block, shared_bytes, &param_bytes)) {
     case 0:
-        return cudaSuccess;
+        break;
     case EMU_ERROR_KERNEL:
         return set_error(cudaErrorInvalidDeviceFunction);
     default:
         return set_error(cudaErrorInvalidConfiguration);
     }
+    op.owned = malloc(param_bytes);
+    if (op.owned == NULL) {
+        return set_error(cudaErrorMemoryAllocation);
+    }
+    memcpy(op.owned, args[0], param_bytes);
+    return add_op(stream, &op);
 }
 
 cudaError_t cudaGetLastError(void)

@@ -22,9 +22,12 @@ void emu_set_order(emu_order_t wanted, uint32_t seed);
 
 #define EMU_ERROR_KERNEL 1 /* no registered kernel has this address */
 #define EMU_ERROR_SHAPE 2  /* more threads, blocks or shared memory than a device takes */
-/** Runs a kernel to its end. 0, or one of the errors above, and then nothing has run. */
-int emu_launch(const void *address, const unsigned grid[3], const unsigned block[3], void **args,
-               size_t shared_bytes);
+/** Can it be launched? 0, or one of the errors above. Units: param_bytes_out: of its parameter. */
+int emu_check(const void *address, const unsigned grid[3], const unsigned block[3],
+              size_t shared_bytes, size_t *param_bytes_out);
+/** Runs a kernel, which was checked, to its end. */
+void emu_launch(const void *address, const unsigned grid[3], const unsigned block[3], void *params,
+                size_t shared_bytes);
 
 /** The largest number of bytes that the doubles give out at once; 0 = no limit. For tests of what
  * happens when memory runs out. */

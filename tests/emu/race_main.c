@@ -1,6 +1,6 @@
-/* Runs kernels once over small shapes in a build that tells ThreadSanitizer about the device's threads:
- * what one thread writes and another touches without a barrier between is reported, whatever order the
- * threads ran in. Results are compared elsewhere.
+/* Runs kernels once over small shapes in a build that tells ThreadSanitizer about the device's
+ * threads: what one thread writes and another touches without a barrier between is reported,
+ * whatever order the threads ran in. Results are compared elsewhere.
  *
  * usage: race [KERNELS]: those whose name begins so. Exit code 0, or the sanitizer's */
 #include <math.h>
@@ -97,7 +97,8 @@ static td_status_t race_rows(void)
 static td_status_t race_attention(void)
 {
     static const uint32_t table[BLOCKS] = {3, 1, 7, 0, 2, 6, 5, 4};
-    static const uint32_t rows[ROWS + 1] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2};
+    static const uint32_t rows[ROWS + 1] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1,
+                                            2, 3, 4, 5, 6, 7, 0, 1, 2};
     static const uint32_t dims[] = {64, 80};
     uint32_t begin[ROWS + 1];
     uint32_t counts[ROWS];
@@ -136,18 +137,17 @@ static td_status_t race_attention(void)
                                  .heads = HEADS,
                                  .group = HEADS / KV_HEADS,
                                  .scale = 0.1f};
-        const td_cuda_merge_t merge = {
-            .parts = device(2 * q_bytes + 4096, 1),
-            .part_begin = indexes(begin, ROWS),
-            .part_count = indexes(counts, ROWS),
-            .attn = device(q_bytes, 1),
-            .heads = HEADS,
-            .head_dim = kv.head_dim,
-            .quantise = {.int8 = {.high = device(BYTES, 1),
-                                  .low = device(BYTES, 1),
-                                  .scale = device(BYTES, 1),
-                                  .sum = device(BYTES, 1),
-                                  .stride = 512}}};
+        const td_cuda_merge_t merge = {.parts = device(2 * q_bytes + 4096, 1),
+                                       .part_begin = indexes(begin, ROWS),
+                                       .part_count = indexes(counts, ROWS),
+                                       .attn = device(q_bytes, 1),
+                                       .heads = HEADS,
+                                       .head_dim = kv.head_dim,
+                                       .quantise = {.int8 = {.high = device(BYTES, 1),
+                                                             .low = device(BYTES, 1),
+                                                             .scale = device(BYTES, 1),
+                                                             .sum = device(BYTES, 1),
+                                                             .stride = 512}}};
         TD_TRY(td_cuda_launch_place(NULL, &place, 3));
         TD_ASSERT(cudaMemcpyAsync(items, &item, sizeof(item), cudaMemcpyHostToDevice, NULL) ==
                   cudaSuccess);
@@ -195,7 +195,7 @@ int main(int argc, char **argv)
         if (argc > 1 && strncmp(races[i].name, argv[1], strlen(argv[1])) != 0) {
             continue;
         }
-        if (races[i].run() != TD_OK) {
+        if (races[i].run() != TD_OK || cudaStreamSynchronize(NULL) != cudaSuccess) {
             (void)printf("%s: not run\n", races[i].name);
             return 1;
         }

@@ -15,6 +15,8 @@ DEVICE = ("--backend", "cuda", "--device-kv", "64M")
 
 def programs(options, folder):
     """A folder of programs with the emulator's nodes among them."""
+    if os.environ.get("TANDEM_GPU"):
+        return options.bin  # on a real one
     emulated = os.path.join(os.path.abspath(options.bin), "emu")
     if not os.path.exists(os.path.join(emulated, "tandem-decode")):
         raise Skip("not built (thread sanitizer, no clang++ or no CUDA headers)")
@@ -48,6 +50,13 @@ def test_i1_a_device_computes_prompts_for_a_cpu(options):
 @test
 def test_i1_a_cpu_computes_prompts_for_a_device(options):
     check(options, decode_args=DEVICE)
+
+
+@test
+def test_i1_two_nodes_on_one_device(options):
+    if not os.environ.get("TANDEM_GPU"):
+        raise Skip("make check-gpu runs it: emulated, two nodes are what one is")
+    check(options, prefill_args=DEVICE, decode_args=DEVICE)
 
 
 if __name__ == "__main__":

@@ -72,9 +72,28 @@ MUTANTS = [
            "mirror test_a_pass_keeps_what_it_took"),
     Mutant("blocks not brought back", "td_cuda_plan.c", "if (!valid && !fresh) {",
            "if (!valid && fresh) {", "model test_blocks_come_and_go"),
+    Mutant("host's blocks written at the device's places", "td_cuda_rows.cu",
+           "p.host_pool + p.host_blocks[b] *", "p.host_pool + p.blocks[b] * 0 *",
+           "model test_every_weight_type_and_precision"),
+    Mutant("layers sent before they are computed", "td_cuda_device.c",
+           'TD_TRY(td_cuda_check(cudaStreamWaitEvent(d->out, d->computed[turn], 0), '
+           '"cudaStreamWaitEvent"));', "",
+           "model test_layers_are_announced_when_they_are_with_the_host"),
+    Mutant("layers announced before they have left", "td_cuda_device.c",
+           'TD_TRY(td_cuda_check(cudaEventSynchronize(d->left[turn]), "cudaEventSynchronize"));', "",
+           "model test_layers_are_announced_when_they_are_with_the_host"),
+    Mutant("logits not waited for", "td_cuda_device.c",
+           'return td_cuda_check(cudaStreamSynchronize(d->compute), "cudaStreamSynchronize");\n}\n\n'
+           'static td_status_t device_forward', 'return TD_OK;\n}\n\nstatic td_status_t '
+           'device_forward', "model test_a_batch_is_its_sequences"),
+    Mutant("staging filled while it is read", "td_cuda_device.c",
+           'TD_TRY(td_cuda_check(cudaEventSynchronize(d->staged[turn]), "cudaEventSynchronize"));',
+           "", "reference test_the_model_writes_the_references_text"),
+    Mutant("a device that rounds otherwise", "td_cuda_math.cuh", "poly = fmaf(poly, rest, 1.0f);",
+           "poly = poly * rest + 1.0f;", "model test_first_layers_only"),
     Mutant("blocks not sent to the host", "td_cuda_device.c",
-           "for (uint32_t i = 0; i < d->written_count; i++) {",
-           "for (uint32_t i = 1; i < d->written_count; i++) {",
+           "d->mapped == NULL && i < d->written_count; i++) {",
+           "d->mapped == NULL && i + 1 < d->written_count; i++) {",
            "model test_layers_are_announced_when_they_are_with_the_host"),
 ]
 
@@ -134,8 +153,7 @@ class Builder:
         objects = [f"{device}/emu.o"]
         for kernel in KERNELS:
             source = f"td_cuda_{kernel}.cu"
-            if mutant.file not in (source, "td_cuda_math.cuh") or (
-                    mutant.file.endswith(".cuh") and kernel != "attention"):
+            if mutant.file not in (source, "td_cuda_math.cuh"):
                 objects.append(f"{device}/{CUDA}/td_cuda_{kernel}.o")
                 continue
             built = os.path.join(folder, f"{kernel}.o")

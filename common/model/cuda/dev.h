@@ -115,7 +115,8 @@ DEV int dev_leading_zeros(uint64_t bits)
 #define DEV_KERNEL extern "C" void
 #define DEV_REGISTER(name)                                                                         \
     static const emu::registration emu_register_##name(                                            \
-        #name, reinterpret_cast<const void *>(&name), &emu::invoke<&name>)
+        #name, reinterpret_cast<const void *>(&name), &emu::invoke<&name>,                         \
+        emu::param_bytes<&name>)
 #define DEV_UNROLL
 #define DEV_SHARED(T, name) T *const name = reinterpret_cast<T *>(emu::dynamic_shared)
 

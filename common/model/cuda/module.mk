@@ -13,7 +13,7 @@ CUDA_SRC := $(wildcard common/model/cuda/*.c)
 CUDA_OBJ := $(CUDA_SRC:%.c=$(B)/%.o)
 CUDA_KERNELS := $(wildcard common/model/cuda/*.cu)
 CUDA_TEXTS := $(wildcard common/model/cuda/*.h common/model/cuda/*.cuh) common/base/td_float.h
-$(CUDA_OBJ) $(B)/tests/unit/cuda/%.o $(B)/tests/emu/%.o: PKG_CFLAGS += $(addprefix -isystem ,$(CUDA_INC))
+$(CUDA_OBJ) $(B)/tests/unit/cuda/%.o $(B)/tests/emu/%.o $(B)/tests/gpu/%.o: PKG_CFLAGS += $(addprefix -isystem ,$(CUDA_INC))
 
 # One code for each generation, and PTX of the newest for those that come. I1: no contraction.
 CUDA_ARCHS ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
@@ -73,7 +73,9 @@ $(EMU_NODES): $(BIN)/emu/tandem-%: $(B)/%_node/main.o $(EMU_NODE_OBJ) $(B)/lib%_
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
 # ThreadSanitizer finds what the orders of threads do not show. At -O0: optimised code hides races. Not
 # compiled for it are our own files in C, which run one after the other.
+ifeq ($(SAN),)
 TEST_PROGRAMS += $(BIN)/emu_race
+endif
 RACE_OBJ := build/emu-race/emu.o $(CUDA_KERNELS:%.cu=build/emu-race/%.o)
 build/emu-race/emu.o: tests/emu/emu.cc $(EMU_TEXTS)
 	@mkdir -p $(@D)
@@ -99,3 +101,17 @@ GPU_TEST_BIN := $(CUDA_TEST_SRC:tests/%.c=build/gpu/tests/%)
 $(GPU_TEST_BIN): build/gpu/tests/%: $(B)/tests/%.o $(CUDA_OBJ) $(CUDA_DEVICE_OBJ) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CMOCKA_LIBS) $(CUDA_LIBS) -o $@
+build/gpu/gpu_copy: $(B)/tests/gpu/gpu_copy_main.o $(CUDA_OBJ) $(CUDA_DEVICE_OBJ) $(B)/libtandem.a
+	@mkdir -p $(@D); echo "  LD      $@"
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CUDA_LIBS) -o $@
+.PHONY: gpu-programs
+gpu-programs: $(GPU_TEST_BIN) build/gpu/gpu_copy
+# One command each on a machine with a device; elsewhere they say what they skip, and why.
+.PHONY: check-gpu bench-gpu
+GPU_READY = $(if $(filter 0,$(CUDA)),,gpu-programs)
+check-gpu: setup model
+	@$(MAKE) --no-print-directory -j$(shell nproc) programs $(GPU_READY)
+	@python3 tests/gpu/check_gpu.py
+bench-gpu: setup model
+	@$(MAKE) --no-print-directory -j$(shell nproc) programs $(GPU_READY)
+	@python3 tests/gpu/bench_gpu.py

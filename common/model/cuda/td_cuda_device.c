@@ -92,13 +92,6 @@ static td_status_t take_pass(td_model_device_t *d, const td_model_t *m)
     TD_TRY(device_take(d, d->pass_bytes, "the plan of a pass", &d->pass_device));
     (void)td_cuda_pass_lay(m, d->tables_max, d->pass_host, &d->host);
     (void)td_cuda_pass_lay(m, d->tables_max, d->pass_device, &d->device);
-    d->written = td_calloc(m->options.rows_max + TD_CUDA_COPIES_MAX, sizeof(*d->written));
-    d->written_places =
-        td_calloc(m->options.rows_max + TD_CUDA_COPIES_MAX, sizeof(*d->written_places));
-    if (d->written == NULL || d->written_places == NULL) {
-        TD_LOG_ERROR("no memory for the plan of a pass", "rows=%u", m->options.rows_max);
-        return TD_ERR_NO_MEMORY;
-    }
     return TD_OK;
 }
 
@@ -138,7 +131,7 @@ static td_status_t open_device(td_model_device_t *d, const td_model_t *m)
     }
     TD_LOG_INFO("device opened", "device=%d capability=%d.%d multiprocessors=%u", d->index, major,
                 minor, d->multiprocessors);
-    return td_cuda_launch_init(m->info.kv.head_dim);
+    return td_cuda_launch_init(m->info.kv.head_dim, m->info.embed_dim);
 }
 
 static td_status_t make_streams(td_model_device_t *d)
@@ -180,6 +173,9 @@ static void device_destroy(td_model_device_t *d)
         }
     }
     (void)cudaFreeHost(d->pass_host);
+    if (d->registered != NULL) {
+        (void)cudaHostUnregister(d->registered);
+    }
     for (size_t i = 0; i < 2 * TD_ARRAY_LEN(events); i++) {
         if (events[i / 2][i % 2] != NULL) {
             (void)cudaEventDestroy(events[i / 2][i % 2]);
@@ -194,8 +190,6 @@ static void device_destroy(td_model_device_t *d)
     td_cuda_mirror_destroy(d->mirror);
     td_free(d->owned);
     td_free(d->layers);
-    td_free(d->written);
-    td_free(d->written_places);
     td_free(d);
 }
 
@@ -316,7 +310,8 @@ static td_status_t device_load(td_model_device_t *d, const td_model_t *m, uint32
     TD_TRY(load_matrix(d, &from->up, &to->up));
     TD_TRY(load_matrix(d, &from->down, &to->down));
     TD_TRY(load_vector(d, from->attn_norm, m->info.embed_dim, &to->attn_norm));
-    return load_vector(d, from->ffn_norm, m->info.embed_dim, &to->ffn_norm);
+    TD_TRY(load_vector(d, from->ffn_norm, m->info.embed_dim, &to->ffn_norm));
+    return layer == 0 ? td_cuda_self_test(d, m) : TD_OK;
 }
 
 /* Copies to the host go faster, and beside kernels, where it cannot move the memory. */
@@ -358,6 +353,34 @@ static td_status_t device_start(td_model_device_t *d, const td_model_t *m)
     return TD_OK;
 }
 
+/* With the host's pool mapped, a token's KV goes straight where it belongs, and not with a whole
+ * block behind the pass. */
+static void device_use_pool(td_model_device_t *d, const td_pool_t *pool)
+{
+    void *address = NULL;
+    size_t bytes = 0;
+
+    (void)cudaSetDevice(d->index);
+    if (d->registered != NULL) {
+        (void)cudaHostUnregister(d->registered);
+    }
+    d->registered = NULL;
+    d->mapped = NULL;
+    if (pool == NULL) {
+        return;
+    }
+    bytes = td_pool_counts(pool).total * td_pool_block_bytes(pool);
+    if (cudaHostRegister(td_pool_base(pool), bytes, cudaHostRegisterMapped) != cudaSuccess) {
+        TD_LOG_WARN("kv memory not mapped into the device: blocks are copied behind each pass",
+                    "bytes=%zu error=%s", bytes, cudaGetErrorName(cudaGetLastError()));
+        return;
+    }
+    d->registered = td_pool_base(pool);
+    if (cudaHostGetDevicePointer(&address, d->registered, 0) == cudaSuccess) {
+        d->mapped = address;
+    }
+}
+
 static void device_changed(td_model_device_t *d, uint32_t block)
 {
     td_cuda_mirror_forget(d->mirror, block);
@@ -365,7 +388,7 @@ static void device_changed(td_model_device_t *d, uint32_t block)
 
 /* --- a pass ----------------------------------------------------------------------------------- */
 
-static td_cuda_acts_t acts_of(const td_cuda_acts_t *buffer, uint32_t dim)
+td_cuda_acts_t td_cuda_acts_of(const td_cuda_acts_t *buffer, uint32_t dim)
 {
     const uint32_t step = TD_CUDA_CHUNK * TD_CUDA_GROUP;
     td_cuda_acts_t acts = *buffer;
@@ -375,9 +398,9 @@ static td_cuda_acts_t acts_of(const td_cuda_acts_t *buffer, uint32_t dim)
 }
 
 /* What the products of these matrices read. */
-static td_cuda_quantise_t quantise_for(const td_model_device_t *d, const td_model_t *m,
-                                       uint32_t dim, const td_cuda_matrix_t *const *users,
-                                       size_t count)
+td_cuda_quantise_t td_cuda_quantise_for(const td_model_device_t *d, const td_model_t *m,
+                                        uint32_t dim, const td_cuda_matrix_t *const *users,
+                                        size_t count)
 {
     td_cuda_quantise_t to = {.limit16 = m->limit16};
 
@@ -386,9 +409,9 @@ static td_cuda_quantise_t quantise_for(const td_model_device_t *d, const td_mode
             continue;
         }
         if (users[i]->wide) {
-            to.int16 = acts_of(&d->acts16, dim);
+            to.int16 = td_cuda_acts_of(&d->acts16, dim);
         } else {
-            to.int8 = acts_of(&d->acts8, dim);
+            to.int8 = td_cuda_acts_of(&d->acts8, dim);
         }
     }
     return to;
@@ -400,7 +423,8 @@ static td_status_t products(const td_model_device_t *d, const td_cuda_matrix_t *
 {
     for (size_t begin = 0; begin < count;) {
         td_cuda_product_t p = {.rows = rows, .f32 = f32, .f32_stride = matrices[begin]->inputs};
-        p.acts = acts_of(matrices[begin]->wide ? &d->acts16 : &d->acts8, matrices[begin]->inputs);
+        p.acts = td_cuda_acts_of(matrices[begin]->wide ? &d->acts16 : &d->acts8,
+                                 matrices[begin]->inputs);
         while (begin < count && p.count < TD_CUDA_PRODUCTS_MAX &&
                (p.count == 0 ||
                 (matrices[begin]->form == p.w[0].form && matrices[begin]->wide == p.w[0].wide))) {
@@ -422,7 +446,7 @@ static td_status_t norm(const td_model_device_t *d, const td_model_t *m, const f
         .out = d->normed,
         .dim = m->info.embed_dim,
         .eps = m->norm_eps,
-        .quantise = quantise_for(d, m, m->info.embed_dim, users, count),
+        .quantise = td_cuda_quantise_for(d, m, m->info.embed_dim, users, count),
     };
     return td_cuda_launch_norm(d->compute, &p, m->pass.row_count);
 }
@@ -450,7 +474,7 @@ static td_status_t attend(const td_model_device_t *d, const td_model_t *m, uint3
         .attn = d->attn,
         .heads = m->info.heads,
         .head_dim = m->info.kv.head_dim,
-        .quantise = quantise_for(d, m, m->q_dim, o, 1),
+        .quantise = td_cuda_quantise_for(d, m, m->q_dim, o, 1),
     };
 
     p.items = d->device.many;
@@ -476,6 +500,8 @@ static td_status_t attention_block(const td_model_device_t *d, const td_model_t 
         .slot = d->device.slots,
         .blocks = d->device.blocks,
         .blocks_begin = d->device.blocks_begin,
+        .host_pool = d->mapped,
+        .host_blocks = d->device.host_blocks,
         .layer = layer,
         .heads = m->info.heads,
         .rope_dim = m->rope_dim,
@@ -500,7 +526,7 @@ static td_status_t feed_forward_block(const td_model_device_t *d, const td_model
         .gate = d->gate,
         .up = d->up,
         .dim = m->info.ff_dim,
-        .quantise = quantise_for(d, m, m->info.ff_dim, down, 1),
+        .quantise = td_cuda_quantise_for(d, m, m->info.ff_dim, down, 1),
     };
 
     TD_TRY(norm(d, m, l->ffn_norm, true, users, TD_ARRAY_LEN(users)));
@@ -522,7 +548,7 @@ static td_status_t output_head(const td_model_device_t *d, const td_model_t *m)
         .out = d->normed,
         .dim = m->info.embed_dim,
         .eps = m->norm_eps,
-        .quantise = quantise_for(d, m, m->info.embed_dim, head, 1),
+        .quantise = td_cuda_quantise_for(d, m, m->info.embed_dim, head, 1),
     };
 
     if (count == 0) {
@@ -540,19 +566,24 @@ static td_status_t output_head(const td_model_device_t *d, const td_model_t *m)
                          "cudaMemcpyAsync");
 }
 
-/* Layers [begin, end) of the blocks that the pass writes, to the host, once they are computed. */
+/* Layers [begin, end) of the blocks that the pass writes, to the host, once they are computed.
+ * Where kernels write the host's blocks themselves they are there already. */
 static td_status_t send_layers(td_model_device_t *d, const td_model_t *m, uint32_t begin,
                                uint32_t end, uint32_t turn)
 {
     const size_t block_bytes = td_kv_block_bytes(&m->info.kv);
     const size_t layer_bytes = td_kv_layer_bytes(&m->info.kv);
+    const uint32_t *blocks = d->host.host_blocks;
 
     TD_TRY(td_cuda_check(cudaEventRecord(d->computed[turn], d->compute), "cudaEventRecord"));
     TD_TRY(td_cuda_check(cudaStreamWaitEvent(d->out, d->computed[turn], 0), "cudaStreamWaitEvent"));
-    for (uint32_t i = 0; i < d->written_count; i++) {
+    for (uint32_t i = 0; d->mapped == NULL && i < d->written_count; i++) {
+        if (i + 1 < d->written_count && blocks[i] == blocks[i + 1]) {
+            continue; /* rows of a block follow each other: it is sent with the last one */
+        }
         TD_TRY(td_cuda_check(
-            cudaMemcpyAsync(m->pass.pool + d->written[i] * block_bytes + begin * layer_bytes,
-                            d->pool + d->written_places[i] * block_bytes + begin * layer_bytes,
+            cudaMemcpyAsync(m->pass.pool + blocks[i] * block_bytes + begin * layer_bytes,
+                            d->pool + d->host.blocks[i] * block_bytes + begin * layer_bytes,
                             (end - begin) * layer_bytes, cudaMemcpyDeviceToHost, d->out),
             "cudaMemcpyAsync"));
     }
@@ -577,9 +608,12 @@ static td_status_t run_pass(td_model_device_t *d, const td_model_t *m)
     uint32_t turn = 0;
     uint32_t begin = 0;
 
-    TD_TRY(td_cuda_check(cudaMemcpyAsync(d->pass_device, d->pass_host, d->pass_bytes,
-                                         cudaMemcpyHostToDevice, d->compute),
-                         "cudaMemcpyAsync"));
+    /* The tables are last: only what there is of them. */
+    const size_t bytes = (size_t)((uint8_t *)(d->host.tables + d->table_count) - d->pass_host);
+
+    TD_TRY(td_cuda_check(
+        cudaMemcpyAsync(d->pass_device, d->pass_host, bytes, cudaMemcpyHostToDevice, d->compute),
+        "cudaMemcpyAsync"));
     TD_TRY(td_cuda_launch_embed(d->compute, &embed, p->row_count));
     for (; begin < p->layers; begin += step, turn ^= 1) {
         const uint32_t end = TD_MIN(begin + step, p->layers);
@@ -623,5 +657,6 @@ const td_model_device_ops_t td_cuda_device_ops = {
     .start = device_start,
     .forward = device_forward,
     .changed = device_changed,
+    .use_pool = device_use_pool,
     .destroy = device_destroy,
 };

@@ -27,7 +27,8 @@ typedef struct td_cuda_pass {
     uint32_t *part_begin;   /* [row] */
     uint32_t *part_count;   /* [row] */
     uint32_t *blocks_begin; /* [row + 1] */
-    uint32_t *blocks;       /* [row + TD_CUDA_COPIES_MAX] */
+    uint32_t *blocks;       /* [row + TD_CUDA_COPIES_MAX]: places */
+    uint32_t *host_blocks;  /* as blocks */
     uint32_t *pick;         /* [logit row] */
     float *rope;            /* [row][rope_dim] */
     td_cuda_item_t *few;    /* [row + TD_CUDA_PARTS_MAX] */
@@ -79,20 +80,30 @@ struct td_model_device {
     uint32_t places;
     td_cuda_mirror_t *mirror; /* owned */
     const uint8_t *host_pool; /* borrowed: whose blocks the copies are of */
+    uint8_t *mapped;          /* the host's pool where kernels can write it, else NULL */
+    void *registered;         /* of the host's pool: what is to be given back */
 
     /* of the pass under way */
     uint32_t few_count;
     uint32_t many_count;
     bool split;
-    uint32_t table_count;     /* blocks in all tables */
-    uint32_t *written;        /* owned; [row + TD_CUDA_COPIES_MAX]: host blocks that it writes */
-    uint32_t *written_places; /* owned; as written */
-    uint32_t written_count;
+    uint32_t table_count;   /* blocks in all tables */
+    uint32_t written_count; /* blocks, of all rows */
 };
 
 /** Plans a pass: maps blocks to places, uploads those that are not there, and fills the host side
  * of what kernels read. Errors: TD_ERR_NO_MEMORY, TD_ERR_IO. */
 TD_MUST_CHECK td_status_t td_cuda_plan(td_model_device_t *d, const td_model_t *m);
+/** Computes a few rows of the first layer on the device and on the CPU and compares their bits:
+ * what I1 rests on is how this device, and the compiler that made its code, round. The layer is
+ * loaded on both. Errors: TD_ERR_UNSUPPORTED (they differ), TD_ERR_NO_MEMORY, TD_ERR_IO. */
+TD_MUST_CHECK td_status_t td_cuda_self_test(td_model_device_t *d, const td_model_t *m);
+/** What the products of these matrices read, each row `dim` wide. */
+td_cuda_quantise_t td_cuda_quantise_for(const td_model_device_t *d, const td_model_t *m,
+                                        uint32_t dim, const td_cuda_matrix_t *const *users,
+                                        size_t count);
+/** A pass's quantised rows of this width. */
+td_cuda_acts_t td_cuda_acts_of(const td_cuda_acts_t *buffer, uint32_t dim);
 /** Lays a pass's arrays out from base on; answers the bytes they take. */
 size_t td_cuda_pass_lay(const td_model_t *m, uint32_t tables_max, uint8_t *base,
                         td_cuda_pass_t *out);

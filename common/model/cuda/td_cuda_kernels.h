@@ -119,8 +119,9 @@ typedef struct td_cuda_kv {
     uint32_t codec; /* td_kv_codec_t */
 } td_cuda_kv_t;
 
-/** Turns q and k to their positions, and stores k and v in the rows' blocks. Grid: rows, (heads + 2
- * kv_heads) / 4 rounded up. */
+/** Turns q and k to their positions, and stores k and v in the rows' blocks: in the device's copies
+ * and, where it can write them, in the host's blocks. Grid: rows, (heads + 2 * kv_heads) / 4
+ * rounded up. */
 typedef struct td_cuda_place {
     td_cuda_kv_t kv;
     float *q;       /* [row][heads][head_dim] */
@@ -130,6 +131,8 @@ typedef struct td_cuda_place {
     const uint32_t *slot;         /* [row]: token of its block */
     const uint32_t *blocks;       /* of all rows, row by row: its own and those of other paths */
     const uint32_t *blocks_begin; /* [row + 1] */
+    uint8_t *host_pool;           /* NULL, or the host's, mapped */
+    const uint32_t *host_blocks;  /* as blocks, the host's numbers */
     uint32_t layer;
     uint32_t heads;
     uint32_t rope_dim;

@@ -54,6 +54,11 @@ static const void *address_of(kernel_t kernel)
     return address;
 }
 
+static size_t norm_shared(uint32_t dim)
+{
+    return ((size_t)dim + 8) * sizeof(float);
+}
+
 static td_status_t allow_shared(kernel_t kernel, size_t bytes)
 {
     return td_cuda_check(cudaFuncSetAttribute(address_of(kernel),
@@ -72,7 +77,7 @@ static const attention_kernels_t *find_attention(uint32_t head_dim)
     return NULL;
 }
 
-td_status_t td_cuda_launch_init(uint32_t head_dim)
+td_status_t td_cuda_launch_init(uint32_t head_dim, uint32_t embed_dim)
 {
     const attention_kernels_t *a = find_attention(head_dim);
 
@@ -85,6 +90,7 @@ td_status_t td_cuda_launch_init(uint32_t head_dim)
         TD_TRY(allow_shared(others[form].many, td_cuda_product_shared(form, 1, 1)));
     }
     TD_ASSERT(a != NULL);
+    TD_TRY(allow_shared(td_cuda_norm, norm_shared(embed_dim)));
     TD_TRY(allow_shared(a->few, td_cuda_attention_shared(head_dim, TD_CUDA_FEW_QUERIES)));
     return allow_shared(a->many, td_cuda_attention_shared(head_dim, TD_CUDA_MANY_QUERIES));
 }
@@ -123,8 +129,7 @@ td_status_t td_cuda_launch_embed(cudaStream_t stream, const td_cuda_embed_t *p, 
 
 td_status_t td_cuda_launch_norm(cudaStream_t stream, const td_cuda_norm_t *p, uint32_t rows)
 {
-    return launch(stream, td_cuda_norm, p,
-                  (shape_t){rows, 1, ROW_THREADS, (p->dim + 8) * sizeof(float)});
+    return launch(stream, td_cuda_norm, p, (shape_t){rows, 1, ROW_THREADS, norm_shared(p->dim)});
 }
 
 td_status_t td_cuda_launch_swiglu(cudaStream_t stream, const td_cuda_swiglu_t *p, uint32_t rows)

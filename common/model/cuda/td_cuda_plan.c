@@ -27,6 +27,7 @@ size_t td_cuda_pass_lay(const td_model_t *m, uint32_t tables_max, uint8_t *base,
     out->part_count = (uint32_t *)lay(&at, rows, sizeof(uint32_t));
     out->blocks_begin = (uint32_t *)lay(&at, rows + 1, sizeof(uint32_t));
     out->blocks = (uint32_t *)lay(&at, rows + TD_CUDA_COPIES_MAX, sizeof(uint32_t));
+    out->host_blocks = (uint32_t *)lay(&at, rows + TD_CUDA_COPIES_MAX, sizeof(uint32_t));
     out->pick = (uint32_t *)lay(&at, m->options.logit_rows_max, sizeof(uint32_t));
     out->rope = (float *)lay(&at, rows, m->rope_dim * sizeof(float));
     out->few = (td_cuda_item_t *)lay(&at, items, sizeof(td_cuda_item_t));
@@ -108,16 +109,10 @@ static td_status_t plan_table(td_model_device_t *d, const td_model_t *m, uint32_
     return TD_OK;
 }
 
-static td_status_t add_written(td_model_device_t *d, uint32_t *count, uint32_t block,
-                               uint32_t place)
+static void add_written(td_model_device_t *d, uint32_t *count, uint32_t block, uint32_t place)
 {
-    d->host.blocks[(*count)++] = place;
-    /* Rows of a block follow each other; what is written twice is only sent twice. */
-    if (d->written_count == 0 || d->written[d->written_count - 1] != block) {
-        d->written[d->written_count] = block;
-        d->written_places[d->written_count++] = place;
-    }
-    return TD_OK;
+    d->host.blocks[*count] = place;
+    d->host.host_blocks[(*count)++] = block;
 }
 
 /* Which places each row's KV goes to. table: of the row's run, planned. */
@@ -134,11 +129,11 @@ static td_status_t plan_row(td_model_device_t *d, const td_model_t *m, uint32_t 
         TD_LOG_ERROR("pass writes too many blocks of other paths", "max=%u", TD_CUDA_COPIES_MAX);
         return TD_ERR_NO_MEMORY;
     }
-    TD_TRY(add_written(d, count, r->blocks[b], table[b]));
+    add_written(d, count, r->blocks[b], table[b]);
     for (uint32_t i = 0; i < r->copy_count; i++) {
         uint32_t place = 0;
         TD_TRY(place_block(d, m, r->copies[i], d->host.slots[row] == 0, &place));
-        TD_TRY(add_written(d, count, r->copies[i], place));
+        add_written(d, count, r->copies[i], place);
     }
     d->host.blocks_begin[row + 1] = *count;
     return TD_OK;
@@ -253,7 +248,6 @@ td_status_t td_cuda_plan(td_model_device_t *d, const td_model_t *m)
     d->few_count = 0;
     d->many_count = 0;
     d->table_count = 0;
-    d->written_count = 0;
     td_cuda_mirror_begin(d->mirror);
     if (d->host_pool != p->pool) {
         td_cuda_mirror_forget_all(d->mirror);
@@ -284,6 +278,7 @@ td_status_t td_cuda_plan(td_model_device_t *d, const td_model_t *m)
         }
         begin = end;
     }
+    d->written_count = blocks;
     plan_split(d, m);
     memcpy(d->host.pick, m->logit_rows, p->logit_count * sizeof(*d->host.pick));
     return TD_OK;

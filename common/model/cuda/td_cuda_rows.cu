@@ -262,10 +262,15 @@ DEV_KERNEL __launch_bounds__(THREADS, 1) td_cuda_place(const td_cuda_place_t p)
         return;
     }
     for (uint32_t b = p.blocks_begin[row]; b < p.blocks_begin[row + 1]; b++) {
-        uint8_t *const half = p.kv.pool + p.blocks[b] * p.kv.block_bytes +
-                              (2 * (size_t)p.layer + (is_v ? 1 : 0)) * p.kv.half_bytes;
+        const size_t in_block = (2 * (size_t)p.layer + (is_v ? 1 : 0)) * p.kv.half_bytes;
         const size_t place = (size_t)head * p.kv.block_tokens + p.slot[row];
+        uint8_t *half = p.kv.pool + p.blocks[b] * p.kv.block_bytes + in_block;
         store_row(p.kv, pairs, half + place * p.kv.row_bytes, half + p.kv.values_bytes + place * 4);
+        if (p.host_pool != nullptr) {
+            half = p.host_pool + p.host_blocks[b] * p.kv.block_bytes + in_block;
+            store_row(p.kv, pairs, half + place * p.kv.row_bytes,
+                      half + p.kv.values_bytes + place * 4);
+        }
     }
 }
 DEV_REGISTER(td_cuda_place);

@@ -35,6 +35,8 @@ static td_model_options_t device_options(void)
 static void check_model(const tiny_spec_t *spec, td_model_options_t options, uint32_t tokens,
                         uint32_t chunk)
 {
+    static uint32_t turn;
+    td_pool_t *pool = NULL; /* every other time kernels write the host's blocks themselves */
     float logits[2][TINY_VOCAB];
     rig_t rigs[2];
     tiny_t tiny;
@@ -43,6 +45,12 @@ static void check_model(const tiny_spec_t *spec, td_model_options_t options, uin
     for (int side = 0; side < 2; side++) {
         options.backend = side == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
         rig_init(&rigs[side], gguf, &options, 1, tokens);
+        if (side == 1 && turn++ % 2 == 0) {
+            assert_int_equal(td_pool_create(rigs[1].pool, rigs[1].sequence_blocks,
+                                            td_kv_block_bytes(&rigs[1].info->kv), &pool),
+                             TD_OK);
+            td_model_use_pool(rigs[1].model, pool);
+        }
         prefill(&rigs[side], 0, tokens, chunk, logits[side]);
     }
     cuda_assert_same_bits(logits[0], logits[1], TINY_VOCAB, "logits");
@@ -58,6 +66,8 @@ static void check_model(const tiny_spec_t *spec, td_model_options_t options, uin
                                 td_kv_row_bytes(kv));
         }
     }
+    td_model_use_pool(rigs[1].model, NULL);
+    td_pool_destroy(pool);
     assert_string_equal(rigs[0].info->numerics_class, rigs[1].info->numerics_class);
     rig_fini(&rigs[0]);
     rig_fini(&rigs[1]);
