@@ -149,9 +149,12 @@ static void test_a_batch_is_its_sequences(void **state)
 
 typedef struct layers_seen {
     const rig_t *rig;
+    const uint8_t *want; /* the blocks as the CPU leaves them */
     uint32_t next;
     uint32_t calls;
 } layers_seen_t;
+
+enum { ANNOUNCED_ROWS = 5 };
 
 /* The layers that are announced are in the host's blocks. */
 static void on_layers(void *ctx, uint32_t begin, uint32_t end)
@@ -160,41 +163,58 @@ static void on_layers(void *ctx, uint32_t begin, uint32_t end)
     const td_kv_layout_t *kv = &seen->rig->info->kv;
 
     assert_int_equal(begin, seen->next);
-    for (uint32_t layer = begin; layer < end; layer++) {
-        const uint8_t *k = seen->rig->pool + td_kv_offset(kv, layer, false, 0, 0);
-        uint8_t any = 0;
-        for (size_t i = 0; i < td_kv_row_bytes(kv); i++) {
-            any |= k[i];
-        }
-        assert_int_not_equal(any, 0);
+    for (uint32_t h = begin * 2 * kv->kv_heads; h < end * 2 * kv->kv_heads; h++) {
+        const size_t at =
+            td_kv_offset(kv, h / 2 / kv->kv_heads, h % 2 == 1, h / 2 % kv->kv_heads, 0);
+        assert_memory_equal(seen->rig->pool + at, seen->want + at,
+                            ANNOUNCED_ROWS * td_kv_row_bytes(kv));
     }
     seen->next = end;
     seen->calls++;
 }
 
+/* With the host's pool mapped and without, a layer at a time and all at once. */
 static void test_layers_are_announced_when_they_are_with_the_host(void **state)
 {
     const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
-    const td_model_options_t options = device_options();
-    const float *logits = NULL;
+    uint8_t *want = NULL;
     tiny_t tiny;
-    rig_t rig;
     td_gguf_t *gguf = open_tiny(&tiny, &spec);
 
     (void)state;
-    for (uint32_t step = 0; step <= TINY_LAYERS; step++) {
-        layers_seen_t seen = {.rig = &rig};
+    for (uint32_t turn = 0; turn <= 2 * (TINY_LAYERS + 1); turn++) {
+        td_model_options_t options = device_options();
+        const uint32_t step = turn == 0 ? 0 : (turn - 1) / 2;
+        const float *logits = NULL;
+        td_pool_t *pool = NULL;
+        rig_t rig;
+        layers_seen_t seen = {.rig = &rig, .want = want};
+        options.backend = turn == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
         rig_init(&rig, gguf, &options, 1, 32);
-        for (uint32_t i = 0; i < 5; i++) {
-            set_row(&rig, i, 0, i, i == 4);
+        if (turn % 2 == 1) {
+            assert_int_equal(td_pool_create(rig.pool, rig.sequence_blocks,
+                                            td_kv_block_bytes(&rig.info->kv), &pool),
+                             TD_OK);
+            td_model_use_pool(rig.model, pool);
         }
-        assert_int_equal(
-            td_model_forward(rig.model, rig.pool, rig.rows, 5, step, on_layers, &seen, &logits),
-            TD_OK);
-        assert_int_equal(seen.next, TINY_LAYERS);
-        assert_int_equal(seen.calls, step == 1 ? TINY_LAYERS : 1);
+        for (uint32_t i = 0; i < ANNOUNCED_ROWS; i++) {
+            set_row(&rig, i, 0, i, i + 1 == ANNOUNCED_ROWS);
+        }
+        assert_int_equal(td_model_forward(rig.model, rig.pool, rig.rows, ANNOUNCED_ROWS, step,
+                                          turn == 0 ? NULL : on_layers, &seen, &logits),
+                         TD_OK);
+        if (turn == 0) {
+            want = malloc(rig.pool_bytes);
+            memcpy(want, rig.pool, rig.pool_bytes);
+        } else {
+            assert_int_equal(seen.next, TINY_LAYERS);
+            assert_int_equal(seen.calls, step == 1 ? TINY_LAYERS : 1);
+        }
+        td_model_use_pool(rig.model, NULL);
+        td_pool_destroy(pool);
         rig_fini(&rig);
     }
+    free(want);
     td_gguf_close(gguf);
     tiny_fini(&tiny);
 }
