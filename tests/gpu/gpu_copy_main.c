@@ -1,5 +1,6 @@
-/* How fast a device's memory is, and what moves KV blocks: copies on the device, to and from pinned host
- * memory, and the kernel that gathers blocks. Prints one JSON object: GB/s, the best of some rounds.
+/* How fast a device's memory is, and what moves KV blocks: copies on the device, to and from pinned
+ * host memory, and the kernel that gathers blocks. Prints one JSON object: GB/s, the best of some
+ * rounds.
  *
  * usage: gpu_copy [DEVICE]. Exit code 3 where there is no device, 1 where a call fails. */
 #include <stdio.h>
