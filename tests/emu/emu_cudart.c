@@ -71,6 +71,7 @@ static size_t memory_used;
 static uint64_t launches;
 static uint64_t tickets;
 static cudaError_t last_error = cudaSuccess;
+static uint32_t fail_in; /* calls; 0 = none fails */
 
 void emu_set_memory(size_t bytes)
 {
@@ -87,12 +88,27 @@ uint64_t emu_launches(void)
     return launches;
 }
 
+void emu_fail_at(uint32_t nth)
+{
+    fail_in = nth;
+}
+
 static cudaError_t set_error(cudaError_t error)
 {
     if (error != cudaSuccess) {
         last_error = error;
     }
     return error;
+}
+
+/* Is this the call that a test wants to fail? */
+static bool fails(void)
+{
+    if (fail_in == 0 || --fail_in > 0) {
+        return false;
+    }
+    last_error = cudaErrorUnknown;
+    return true;
 }
 
 /* --- streams ---------------------------------------------------------------------------------- */
@@ -187,6 +203,9 @@ static cudaError_t add_op(cudaStream_t stream, const op_t *wanted)
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned int flags)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     (void)flags;
     for (size_t i = 0; i < STREAMS_MAX; i++) {
         if (!streams[i].used) {
@@ -207,6 +226,9 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream)
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     run_stream(stream_of(stream));
     return cudaSuccess;
 }
@@ -215,12 +237,18 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 {
     const op_t op = {.kind = OP_WAIT, .event = event, .ticket = event->asked};
 
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     (void)flags;
     return add_op(stream, &op);
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned int flags)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     (void)flags;
     *out = calloc(1, sizeof(**out));
     return *out == NULL ? set_error(cudaErrorMemoryAllocation) : cudaSuccess;
@@ -237,6 +265,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     const op_t op = {.kind = OP_RECORD, .event = event, .ticket = ++tickets};
 
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     event->stream = stream_of(stream);
     event->asked = op.ticket;
     return add_op(stream, &op);
@@ -244,6 +275,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     run_until(event, event->asked);
     return cudaSuccess;
 }
@@ -256,6 +290,9 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
     const size_t data = (bytes + 15) / 16 * 16;
     const size_t pages = (data + PAGE - 1) / PAGE * PAGE;
 
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     if (bytes > limit || memory_used > limit - bytes) {
         return set_error(cudaErrorMemoryAllocation);
     }
@@ -336,6 +373,9 @@ static bool is_pinned(const void *address)
 
 cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned int flags)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     (void)flags;
     *out = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (*out == NULL || !add_pinned(*out, bytes)) {
@@ -355,6 +395,9 @@ cudaError_t cudaFreeHost(void *address)
 
 cudaError_t cudaHostRegister(void *address, size_t bytes, unsigned int flags)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     (void)flags;
     if (address == NULL || bytes == 0) {
         return set_error(cudaErrorInvalidValue);
@@ -370,6 +413,9 @@ cudaError_t cudaHostUnregister(void *address)
 
 cudaError_t cudaHostGetDevicePointer(void **out, void *address, unsigned int flags)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     (void)flags;
     *out = address;
     return is_pinned(address) ? cudaSuccess : set_error(cudaErrorInvalidValue);
@@ -381,6 +427,9 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     op_t op = {.kind = OP_COPY, .to = to, .from = from, .bytes = bytes};
     cudaError_t error = cudaSuccess;
 
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     if (kind == cudaMemcpyHostToDevice && !is_pinned(from)) {
         op.owned = malloc(bytes == 0 ? 1 : bytes);
         if (op.owned == NULL) {
@@ -404,6 +453,9 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stre
 
 cudaError_t cudaMemGetInfo(size_t *free_out, size_t *total_out)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     *total_out = memory_limit == 0 ? MEMORY_TOTAL : memory_limit;
     *free_out = *total_out - (memory_used < *total_out ? memory_used : *total_out);
     return cudaSuccess;
@@ -414,17 +466,26 @@ cudaError_t cudaMemGetInfo(size_t *free_out, size_t *total_out)
 
 cudaError_t cudaGetDeviceCount(int *out)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     *out = 1;
     return cudaSuccess;
 }
 
 cudaError_t cudaSetDevice(int device)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     return device == 0 ? cudaSuccess : set_error(cudaErrorInvalidDevice);
 }
 
 cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int device)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     (void)device;
     switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor:
@@ -443,6 +504,9 @@ cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int 
 
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value)
 {
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     (void)kernel;
     (void)attribute;
     return value <= 227 * 1024 ? cudaSuccess : set_error(cudaErrorInvalidValue);
@@ -458,6 +522,9 @@ cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **a
                .block = {block.x, block.y, block.z}};
     size_t param_bytes = 0;
 
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
     switch (emu_check(kernel, op.grid, op.block, shared_bytes, &param_bytes)) {
     case 0:
         break;

@@ -32,6 +32,8 @@ void emu_launch(const void *address, const unsigned grid[3], const unsigned bloc
 /** The largest number of bytes that the doubles give out at once; 0 = no limit. For tests of what
  * happens when memory runs out. */
 void emu_set_memory(size_t bytes);
+/** The nth call from now on that can fail fails, and only that one; 0 = none. For tests. */
+void emu_fail_at(uint32_t nth);
 /** Bytes given out and not freed. */
 size_t emu_memory_used(void);
 /** Launches since the process began. */

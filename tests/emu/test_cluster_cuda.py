@@ -54,8 +54,6 @@ def test_i1_a_cpu_computes_prompts_for_a_device(options):
 
 @test
 def test_i1_two_nodes_on_one_device(options):
-    if not os.environ.get("TANDEM_GPU"):
-        raise Skip("make check-gpu runs it: emulated, two nodes are what one is")
     check(options, prefill_args=DEVICE, decode_args=DEVICE)
 
 

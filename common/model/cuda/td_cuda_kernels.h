@@ -19,7 +19,7 @@ extern "C" {
 #define TD_CUDA_CHUNK 4u  /* groups in flight together: rows of activations are padded to it */
 #define TD_CUDA_NIBBLE_BYTES 320u
 #define TD_CUDA_BYTE_BYTES 544u
-#define TD_CUDA_ROW_TILE 8u    /* rows of the product of few rows */
+#define TD_CUDA_ROW_TILE 8u    /* rows of a block of the product of few rows */
 #define TD_CUDA_ROW_TILES 8u   /* such tiles in that of many */
 #define TD_CUDA_FEW_QUERIES 8u /* of a block of the attention of few queries */
 #define TD_CUDA_MANY_QUERIES 32u

@@ -7,6 +7,10 @@
 #define ROW_THREADS 128u
 #define DRAW_THREADS 256u
 #define MOVE_BYTES 4096u
+/* Up to here a block has a tile of 8 rows: the tiles of an output read its weights at about the
+ * same time, so all but one from the cache, and there are enough blocks for every multiprocessor.
+ */
+#define FEW_ROWS_MAX 32u
 
 typedef void (*kernel_t)(void); /* called through its address only */
 
@@ -170,7 +174,7 @@ td_status_t td_cuda_launch_product(cudaStream_t stream, const td_cuda_product_t 
     const td_cuda_matrix_t *w = &p->w[0];
     const product_kernels_t *kernels =
         w->form == TD_CUDA_NIBBLE ? &nibbles[w->wide] : &others[w->form];
-    const bool many = p->rows > TD_CUDA_ROW_TILE;
+    const bool many = p->rows > FEW_ROWS_MAX;
     const uint32_t rows = TD_CUDA_ROW_TILE * (many ? TD_CUDA_ROW_TILES : 1);
     const uint32_t warps = many ? TD_CUDA_MANY_WARPS : TD_CUDA_FEW_WARPS;
     uint32_t pairs = 0;

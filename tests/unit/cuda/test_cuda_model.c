@@ -347,6 +347,128 @@ static void test_trees_have_the_bits_of_their_paths(void **state)
     tiny_fini(&tiny);
 }
 
+/* Sequences that grow, start anew, and get blocks from elsewhere, in passes of all kinds, over a
+ * device that holds a part of them: the CPU's logits throughout. */
+enum { RANDOM_SEQUENCES = 4, RANDOM_TOKENS = 64, RANDOM_ROWS = 40 };
+
+typedef struct random_run {
+    rig_t rigs[2]; /* CPU, device */
+    td_pool_t *pool;
+    uint64_t random;
+    uint32_t lengths[RANDOM_SEQUENCES];
+} random_run_t;
+
+static uint32_t below(random_run_t *run, uint32_t limit)
+{
+    run->random = run->random * 6364136223846793005ull + 1442695040888963407ull;
+    return (uint32_t)(run->random >> 33) % limit;
+}
+
+/* As a fetch does it: blocks given out anew, and their bytes written; or, without a new epoch,
+ * said. */
+static void take_from(random_run_t *run, uint32_t to, uint32_t from)
+{
+    rig_t *device = &run->rigs[1];
+    const size_t bytes = td_kv_block_bytes(&device->info->kv);
+
+    for (uint32_t b = 0; b < device->sequence_blocks; b++) {
+        uint32_t *at = &device->blocks[to * device->sequence_blocks + b];
+        const uint32_t source = device->blocks[from * device->sequence_blocks + b];
+        if (below(run, 2) == 0) {
+            td_pool_unref(run->pool, *at);
+            assert_int_equal(td_pool_take(run->pool, at), TD_OK);
+        } else {
+            td_model_kv_changed(device->model, *at);
+        }
+        memcpy(device->pool + *at * bytes, device->pool + source * bytes, bytes);
+        memcpy(run->rigs[0].pool + (to * device->sequence_blocks + b) * bytes,
+               run->rigs[0].pool + (from * device->sequence_blocks + b) * bytes, bytes);
+    }
+    run->lengths[to] = run->lengths[from];
+}
+
+/* Some sequences grow by some rows each. */
+static void grow(random_run_t *run)
+{
+    const float *logits[2] = {NULL, NULL};
+    uint32_t rows = 0;
+
+    for (uint32_t s = 0; s < RANDOM_SEQUENCES; s++) {
+        uint32_t count = below(run, 3) == 0 ? 0 : 1 + below(run, below(run, 2) == 0 ? 2 : 20);
+        if (run->lengths[s] + count > RANDOM_TOKENS) {
+            run->lengths[s] = 0; /* another one begins there */
+        }
+        count = TD_MIN(count, RANDOM_ROWS - rows);
+        for (uint32_t i = 0; i < count; i++) {
+            const uint32_t token = below(run, TINY_VOCAB);
+            for (int side = 0; side < 2; side++) {
+                set_row(&run->rigs[side], rows, s, run->lengths[s] + i, i + 1 == count);
+                run->rigs[side].rows[rows].token = token;
+            }
+            rows++;
+        }
+        run->lengths[s] += count;
+    }
+    for (int side = 0; rows > 0 && side < 2; side++) {
+        rig_t *rig = &run->rigs[side];
+        assert_int_equal(
+            td_model_forward(rig->model, rig->pool, rig->rows, rows, 0, NULL, NULL, &logits[side]),
+            TD_OK);
+    }
+    for (uint32_t i = 0, n = 0; i < rows; i++) {
+        if (run->rigs[0].rows[i].want_logits) {
+            cuda_assert_same_bits(logits[0] + (size_t)n * TINY_VOCAB,
+                                  logits[1] + (size_t)n * TINY_VOCAB, TINY_VOCAB, "random pass");
+            n++;
+        }
+    }
+}
+
+static void test_random_passes_have_the_bits_of_the_cpu(void **state)
+{
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, &(tiny_spec_t){.type = TD_GGUF_Q4_0});
+
+    (void)state;
+    for (uint32_t seed = 1; seed <= 6; seed++) {
+        random_run_t run = {.random = seed};
+        td_model_options_t options = device_options();
+        options.kv_codec = (td_kv_codec_t)(seed % TD_KV_CODECS);
+        options.attention = seed % 3 == 0 ? "window:21,2" : NULL;
+        for (int side = 0; side < 2; side++) {
+            options.backend = side == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
+            if (side == 1) { /* all sequences and no more; or all the memory that is asked for */
+                options.device_kv_bytes = 16 * td_kv_block_bytes(&run.rigs[0].info->kv);
+            }
+            rig_init(&run.rigs[side], gguf, &options, RANDOM_SEQUENCES, RANDOM_TOKENS);
+        }
+        /* A few blocks more than the sequences have, so that a new one is another one. */
+        const size_t bytes = td_kv_block_bytes(&run.rigs[1].info->kv);
+        const uint32_t blocks = RANDOM_SEQUENCES * run.rigs[1].sequence_blocks;
+        td_free(run.rigs[1].pool);
+        run.rigs[1].pool = td_calloc(blocks + 5, bytes);
+        assert_int_equal(td_pool_create(run.rigs[1].pool, blocks + 5, bytes, &run.pool), TD_OK);
+        td_model_use_pool(run.rigs[1].model, run.pool);
+        for (uint32_t b = 0; b < blocks; b++) {
+            assert_int_equal(td_pool_take(run.pool, &run.rigs[1].blocks[b]), TD_OK);
+        }
+        for (uint32_t pass = 0; pass < 30; pass++) {
+            grow(&run);
+            if (below(&run, 4) == 0) {
+                const uint32_t to = below(&run, RANDOM_SEQUENCES);
+                take_from(&run, to,
+                          (to + 1 + below(&run, RANDOM_SEQUENCES - 1)) % RANDOM_SEQUENCES);
+            }
+        }
+        td_model_use_pool(run.rigs[1].model, NULL);
+        td_pool_destroy(run.pool);
+        rig_fini(&run.rigs[0]);
+        rig_fini(&run.rigs[1]);
+    }
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
 static void test_first_layers_only(void **state)
 {
     const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
@@ -419,6 +541,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_blocks_come_and_go),
     cmocka_unit_test(test_blocks_that_the_host_changed),
     cmocka_unit_test(test_trees_have_the_bits_of_their_paths),
+    cmocka_unit_test(test_random_passes_have_the_bits_of_the_cpu),
     cmocka_unit_test(test_first_layers_only),
     cmocka_unit_test(test_loading_with_too_little_memory),
 };
