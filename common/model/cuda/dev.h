@@ -80,9 +80,15 @@ DEV double dev_double_from_bits(uint64_t bits)
     return __longlong_as_double(static_cast<long long>(bits));
 }
 
-/* Nearest, ties to even; too large becomes infinite. */
+/* Nearest, ties to even; too large becomes infinite; a NaN keeps the upper bits of its payload,
+ * which the instruction would not. */
 DEV uint16_t dev_half_from_float(float value)
 {
+    const uint32_t bits = __float_as_uint(value);
+
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return static_cast<uint16_t>((bits >> 16 & 0x8000u) | 0x7e00u | (bits >> 13 & 0x3ffu));
+    }
     return __half_as_ushort(__float2half_rn(value));
 }
 
