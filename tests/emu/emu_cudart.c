@@ -48,12 +48,26 @@ typedef struct op {
     struct CUevent_st *event;
     uint64_t ticket;      /* of the record that is waited for */
     unsigned char *owned; /* what is copied from, or the kernel's parameter */
+    size_t owned_bytes;
 } op_t;
 
-struct CUstream_st {
+typedef struct op_list {
     op_t *first;
     op_t *last;
-    bool used; /* its place in the list */
+} op_list_t;
+
+struct CUgraph_st {
+    op_list_t ops;
+};
+
+struct CUgraphExec_st {
+    op_list_t ops;
+};
+
+struct CUstream_st {
+    op_list_t ops;
+    struct CUgraph_st *captured; /* what it is asked goes there, and is not done */
+    bool used;                   /* its place in the list */
 };
 
 struct CUevent_st {
@@ -69,6 +83,7 @@ static struct CUstream_st streams[STREAMS_MAX] = {
 static size_t memory_limit;
 static size_t memory_used;
 static uint64_t launches;
+static uint64_t graphs; /* launched */
 static uint64_t tickets;
 static cudaError_t last_error = cudaSuccess;
 static uint32_t fail_in; /* calls; 0 = none fails */
@@ -88,9 +103,16 @@ uint64_t emu_launches(void)
     return launches;
 }
 
-void emu_fail_at(uint32_t nth)
+uint32_t emu_fail_at(uint32_t nth)
 {
+    const uint32_t left = fail_in;
     fail_in = nth;
+    return left;
+}
+
+uint64_t emu_graphs(void)
+{
+    return graphs;
 }
 
 static cudaError_t set_error(cudaError_t error)
@@ -144,13 +166,13 @@ static void run_op(op_t *op)
 
 static bool run_next(struct CUstream_st *s)
 {
-    op_t *op = s->first;
+    op_t *op = s->ops.first;
 
     if (op == NULL) {
         return false;
     }
-    s->first = op->next;
-    s->last = s->first == NULL ? NULL : s->last;
+    s->ops.first = op->next;
+    s->ops.last = s->ops.first == NULL ? NULL : s->ops.last;
     run_op(op);
     free(op->owned);
     free(op);
@@ -181,23 +203,62 @@ static void run_all(void)
     }
 }
 
-static cudaError_t add_op(cudaStream_t stream, const op_t *wanted)
+static bool append(op_list_t *list, const op_t *wanted)
 {
-    struct CUstream_st *s = stream_of(stream);
     op_t *op = malloc(sizeof(*op));
 
     if (op == NULL) {
-        free(wanted->owned);
-        return set_error(cudaErrorMemoryAllocation);
+        return false;
     }
     *op = *wanted;
     op->next = NULL;
-    if (s->last == NULL) {
-        s->first = op;
+    if (list->last == NULL) {
+        list->first = op;
     } else {
-        s->last->next = op;
+        list->last->next = op;
     }
-    s->last = op;
+    list->last = op;
+    return true;
+}
+
+static void free_ops(op_list_t *list)
+{
+    while (list->first != NULL) {
+        op_t *op = list->first;
+        list->first = op->next;
+        free(op->owned);
+        free(op);
+    }
+    list->last = NULL;
+}
+
+static bool append_copies(op_list_t *list, const op_list_t *from)
+{
+    for (const op_t *op = from->first; op != NULL; op = op->next) {
+        op_t copy = *op;
+        if (op->owned != NULL) {
+            copy.owned = malloc(op->owned_bytes);
+            if (copy.owned == NULL) {
+                return false;
+            }
+            memcpy(copy.owned, op->owned, op->owned_bytes);
+        }
+        if (!append(list, &copy)) {
+            free(copy.owned);
+            return false;
+        }
+    }
+    return true;
+}
+
+static cudaError_t add_op(cudaStream_t stream, const op_t *wanted)
+{
+    struct CUstream_st *s = stream_of(stream);
+
+    if (!append(s->captured != NULL ? &s->captured->ops : &s->ops, wanted)) {
+        free(wanted->owned);
+        return set_error(cudaErrorMemoryAllocation);
+    }
     return cudaSuccess;
 }
 
@@ -228,6 +289,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
     if (fails()) {
         return cudaErrorUnknown;
+    }
+    if (stream_of(stream)->captured != NULL) {
+        return set_error(cudaErrorStreamCaptureUnsupported);
     }
     run_stream(stream_of(stream));
     return cudaSuccess;
@@ -279,6 +343,75 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event)
         return cudaErrorUnknown;
     }
     run_until(event, event->asked);
+    return cudaSuccess;
+}
+
+/* --- graphs: what is captured is done at each launch --------------------------------------------
+ */
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode)
+{
+    struct CUstream_st *s = stream_of(stream);
+
+    (void)mode;
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
+    if (s == &streams[0] || s->captured != NULL) {
+        return set_error(cudaErrorStreamCaptureUnsupported);
+    }
+    s->captured = calloc(1, sizeof(*s->captured));
+    return s->captured == NULL ? set_error(cudaErrorMemoryAllocation) : cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)
+{
+    *out = stream->captured; /* also where it fails, so that it is not lost */
+    stream->captured = NULL;
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
+    return *out == NULL ? set_error(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags)
+{
+    struct CUgraphExec_st *exec = NULL;
+
+    (void)flags;
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
+    exec = calloc(1, sizeof(*exec));
+    if (exec == NULL || !append_copies(&exec->ops, &graph->ops)) {
+        return set_error(cudaErrorMemoryAllocation);
+    }
+    *out = exec;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
+{
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
+    graphs++;
+    return append_copies(&stream_of(stream)->ops, &exec->ops)
+               ? cudaSuccess
+               : set_error(cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph)
+{
+    free_ops(&graph->ops);
+    free(graph);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
+{
+    free_ops(&exec->ops);
+    free(exec);
     return cudaSuccess;
 }
 
@@ -435,10 +568,14 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
         if (op.owned == NULL) {
             return set_error(cudaErrorMemoryAllocation);
         }
+        op.owned_bytes = bytes;
         memcpy(op.owned, from, bytes);
     }
     error = add_op(stream, &op);
     if (error == cudaSuccess && kind == cudaMemcpyDeviceToHost && !is_pinned(to)) {
+        if (stream_of(stream)->captured != NULL) {
+            return set_error(cudaErrorStreamCaptureUnsupported);
+        }
         run_stream(stream_of(stream));
     }
     return error;
@@ -537,6 +674,7 @@ cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **a
     if (op.owned == NULL) {
         return set_error(cudaErrorMemoryAllocation);
     }
+    op.owned_bytes = param_bytes;
     memcpy(op.owned, args[0], param_bytes);
     return add_op(stream, &op);
 }

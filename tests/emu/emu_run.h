@@ -32,8 +32,11 @@ void emu_launch(const void *address, const unsigned grid[3], const unsigned bloc
 /** The largest number of bytes that the doubles give out at once; 0 = no limit. For tests of what
  * happens when memory runs out. */
 void emu_set_memory(size_t bytes);
-/** The nth call from now on that can fail fails, and only that one; 0 = none. For tests. */
-void emu_fail_at(uint32_t nth);
+/** The nth call from now on that can fail fails, and only that one; 0 = none. Answers how far away
+ * the one was that the last call had asked for; 0: it was reached. For tests. */
+uint32_t emu_fail_at(uint32_t nth);
+/** Graphs launched since the process began. */
+uint64_t emu_graphs(void);
 /** Bytes given out and not freed. */
 size_t emu_memory_used(void);
 /** Launches since the process began. */

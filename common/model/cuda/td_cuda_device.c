@@ -163,6 +163,7 @@ static void device_destroy(td_model_device_t *d)
     if (d->compute != NULL) {
         (void)cudaStreamSynchronize(d->compute);
     }
+    td_cuda_graphs_clear(&d->graphs);
     for (uint32_t i = 0; i < d->owned_count; i++) {
         (void)cudaFree(d->owned[i]);
     }
@@ -361,6 +362,7 @@ static void device_use_pool(td_model_device_t *d, const td_pool_t *pool)
     size_t bytes = 0;
 
     (void)cudaSetDevice(d->index);
+    td_cuda_graphs_clear(&d->graphs); /* they have the pool's address */
     if (d->registered != NULL) {
         (void)cudaHostUnregister(d->registered);
     }
@@ -600,7 +602,35 @@ static td_status_t report_layers(const td_model_device_t *d, const td_model_t *m
     return TD_OK;
 }
 
-static td_status_t run_pass(td_model_device_t *d, const td_model_t *m)
+/* A device and the model that it runs a pass of. */
+typedef struct pass_launch {
+    td_model_device_t *d;
+    const td_model_t *m;
+} pass_launch_t;
+
+/* The kernels of a whole pass, and what it hands out. */
+static td_status_t launch_pass(void *ctx)
+{
+    const pass_launch_t *p = ctx;
+    const td_cuda_embed_t embed = {.w = p->d->embed, .tokens = p->d->device.tokens, .x = p->d->x};
+
+    TD_TRY(td_cuda_launch_embed(p->d->compute, &embed, p->m->pass.row_count));
+    for (uint32_t layer = 0; layer < p->m->pass.layers; layer++) {
+        TD_TRY(attention_block(p->d, p->m, layer));
+        TD_TRY(feed_forward_block(p->d, p->m, layer));
+    }
+    return output_head(p->d, p->m);
+}
+
+/* Nobody waits for layers, and nothing is copied behind them: all of it at once. */
+static bool is_kept(const td_model_device_t *d, const td_model_t *m)
+{
+    return m->pass.on_layers == NULL && d->mapped != NULL && d->pinned[0] != NULL &&
+           d->pinned[1] != NULL && m->pass.row_count <= TD_CUDA_GRAPH_ROWS_MAX;
+}
+
+/* A step of layers after the other; what is announced of one leaves while the next is computed. */
+static td_status_t run_steps(td_model_device_t *d, const td_model_t *m)
 {
     const td_model_pass_t *p = &m->pass;
     const uint32_t step = p->layers_step == 0 ? p->layers : p->layers_step;
@@ -608,12 +638,6 @@ static td_status_t run_pass(td_model_device_t *d, const td_model_t *m)
     uint32_t turn = 0;
     uint32_t begin = 0;
 
-    /* The tables are last: only what there is of them. */
-    const size_t bytes = (size_t)((uint8_t *)(d->host.tables + d->table_count) - d->pass_host);
-
-    TD_TRY(td_cuda_check(
-        cudaMemcpyAsync(d->pass_device, d->pass_host, bytes, cudaMemcpyHostToDevice, d->compute),
-        "cudaMemcpyAsync"));
     TD_TRY(td_cuda_launch_embed(d->compute, &embed, p->row_count));
     for (; begin < p->layers; begin += step, turn ^= 1) {
         const uint32_t end = TD_MIN(begin + step, p->layers);
@@ -622,12 +646,33 @@ static td_status_t run_pass(td_model_device_t *d, const td_model_t *m)
             TD_TRY(feed_forward_block(d, m, layer));
         }
         TD_TRY(send_layers(d, m, begin, end, turn));
-        if (begin > 0) { /* while these layers are computed, the ones before have left */
+        if (begin > 0) {
             TD_TRY(report_layers(d, m, begin - step, begin, turn ^ 1));
         }
     }
     TD_TRY(output_head(d, m));
-    TD_TRY(report_layers(d, m, begin - step, p->layers, turn ^ 1));
+    return report_layers(d, m, begin - step, p->layers, turn ^ 1);
+}
+
+static td_status_t run_pass(td_model_device_t *d, const td_model_t *m)
+{
+    /* The tables are last: only what there is of them. */
+    const size_t bytes = (size_t)((uint8_t *)(d->host.tables + d->table_count) - d->pass_host);
+    const td_cuda_shape_t shape = {
+        .rows = m->pass.row_count,
+        .few_items = d->few_count,
+        .many_items = d->many_count,
+        .logit_rows = m->pass.logit_count,
+        .layers = m->pass.layers,
+        .split = d->split ? 1 : 0,
+    };
+    pass_launch_t launch = {d, m};
+
+    TD_TRY(td_cuda_check(
+        cudaMemcpyAsync(d->pass_device, d->pass_host, bytes, cudaMemcpyHostToDevice, d->compute),
+        "cudaMemcpyAsync"));
+    TD_TRY(is_kept(d, m) ? td_cuda_graphs_run(&d->graphs, d->compute, &shape, launch_pass, &launch)
+                         : run_steps(d, m));
     return td_cuda_check(cudaStreamSynchronize(d->compute), "cudaStreamSynchronize");
 }
 

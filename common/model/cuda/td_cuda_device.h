@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "common/model/cuda/td_cuda_graphs.h"
 #include "common/model/cuda/td_cuda_launch.h"
 #include "common/model/cuda/td_cuda_mirror.h"
 #include "common/model/td_model_device_internal.h"
@@ -12,6 +13,7 @@
 #define TD_CUDA_PARTS_MAX 2048u                 /* spans of rows that a pass can keep apart */
 #define TD_CUDA_TABLES_MAX (4u << 20)           /* blocks in all tables of a pass */
 #define TD_CUDA_COPIES_MAX 65536u               /* blocks of other paths that a pass writes */
+#define TD_CUDA_GRAPH_ROWS_MAX 64u              /* larger passes take longer than their launches */
 #define TD_CUDA_LEFT_PERCENT 5u /* of the memory free after loading, not taken for KV */
 
 typedef struct td_cuda_layer {
@@ -82,6 +84,8 @@ struct td_model_device {
     const uint8_t *host_pool; /* borrowed: whose blocks the copies are of */
     uint8_t *mapped;          /* the host's pool where kernels can write it, else NULL */
     void *registered;         /* of the host's pool: what is to be given back */
+
+    td_cuda_graphs_t graphs; /* of passes that decode */
 
     /* of the pass under way */
     uint32_t few_count;

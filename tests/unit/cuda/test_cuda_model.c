@@ -10,6 +10,7 @@
 #include "tests/unit/model/test_model_rig.h"
 
 void emu_set_memory(size_t bytes) __attribute__((weak));
+uint64_t emu_graphs(void) __attribute__((weak));
 size_t emu_memory_used(void) __attribute__((weak));
 
 static td_gguf_t *open_tiny(tiny_t *tiny, const tiny_spec_t *spec)
@@ -143,6 +144,57 @@ static void test_a_batch_is_its_sequences(void **state)
         cuda_assert_same_bits(alone[s], logits + (size_t)s * TINY_VOCAB, TINY_VOCAB, "in a batch");
     }
     rig_fini(&rig);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+/* Decoding, whose passes are kept as graphs from the third of a shape on: another context, batch
+ * and split in each, and the CPU's logits. */
+static void test_decoding_by_graphs_has_the_bits_of_the_cpu(void **state)
+{
+    enum { SEQUENCES = 3, STEPS = 8, SHORT = 5, LONG = 508 }; /* which crosses a span */
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1, .context = 1024};
+    const uint64_t before = emu_graphs == NULL ? 0 : emu_graphs();
+    float *want = calloc(STEPS * SEQUENCES, sizeof(float) * TINY_VOCAB);
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    for (int side = 0; side < 2; side++) {
+        td_model_options_t options = device_options();
+        const float *logits = NULL;
+        float ignored[TINY_VOCAB];
+        td_pool_t *pool = NULL;
+        rig_t rig;
+        options.backend = side == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
+        rig_init(&rig, gguf, &options, SEQUENCES, LONG + STEPS);
+        assert_int_equal(td_pool_create(rig.pool, SEQUENCES * rig.sequence_blocks,
+                                        td_kv_block_bytes(&rig.info->kv), &pool),
+                         TD_OK);
+        td_model_use_pool(rig.model, pool);
+        for (uint32_t s = 0; s < SEQUENCES; s++) {
+            prefill(&rig, s, s == 0 ? LONG : SHORT * s, 64, ignored);
+        }
+        for (uint32_t step = 0; step < STEPS; step++) {
+            for (uint32_t s = 0; s < SEQUENCES; s++) {
+                set_row(&rig, s, s, (s == 0 ? LONG : SHORT * s) + step, true);
+            }
+            assert_int_equal(
+                td_model_forward(rig.model, rig.pool, rig.rows, SEQUENCES, 0, NULL, NULL, &logits),
+                TD_OK);
+            float *at = want + (size_t)step * SEQUENCES * TINY_VOCAB;
+            if (side == 0) {
+                memcpy(at, logits, sizeof(float) * SEQUENCES * TINY_VOCAB);
+            } else {
+                cuda_assert_same_bits(at, logits, (size_t)SEQUENCES * TINY_VOCAB, "by a graph");
+            }
+        }
+        td_model_use_pool(rig.model, NULL);
+        td_pool_destroy(pool);
+        rig_fini(&rig);
+    }
+    assert_true(emu_graphs == NULL || emu_graphs() - before >= STEPS - 4);
+    free(want);
     td_gguf_close(gguf);
     tiny_fini(&tiny);
 }
@@ -541,6 +593,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_blocks_come_and_go),
     cmocka_unit_test(test_blocks_that_the_host_changed),
     cmocka_unit_test(test_trees_have_the_bits_of_their_paths),
+    cmocka_unit_test(test_decoding_by_graphs_has_the_bits_of_the_cpu),
     cmocka_unit_test(test_random_passes_have_the_bits_of_the_cpu),
     cmocka_unit_test(test_first_layers_only),
     cmocka_unit_test(test_loading_with_too_little_memory),
