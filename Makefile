@@ -90,9 +90,10 @@ up: setup model
 down:
 	@deploy/local.sh down
 # Everything is compiled before the first test starts, so no test waits for a compiler.
-# Only tests need them: promtool, which comes with prometheus, for the rules, chromium for the status page.
+# Only tests need them: promtool, which comes with prometheus, for the rules, chromium for the status page,
+# clang++ and its ThreadSanitizer for the emulator of CUDA devices.
 check: setup model
-	@deploy/setup.sh --only prometheus chromium
+	@deploy/setup.sh --only prometheus chromium clang libclang-rt-dev
 	@deploy/cuda_headers.sh
 	@$(MAKE) --no-print-directory check-layers
 	@$(MAKE) --no-print-directory -j$(shell nproc) WERROR=1 check-build
