@@ -49,7 +49,7 @@ LIBS_ALL = $(PKG_LIBS) $(CURL_LIBS) -lucs -lm -ldl
 
 PROGRAMS :=
 COMMON_SRC :=
-include proto/module.mk common/module.mk kvstore/module.mk prefill_node/module.mk \
+include proto/module.mk common/module.mk common/model/cuda/module.mk kvstore/module.mk prefill_node/module.mk \
         decode_node/module.mk router/module.mk tests/module.mk
 
 .DEFAULT_GOAL := all
@@ -90,9 +90,11 @@ up: setup model
 down:
 	@deploy/local.sh down
 # Everything is compiled before the first test starts, so no test waits for a compiler.
-# Only tests need them: promtool, which comes with prometheus, for the rules, chromium for the status page.
+# Only tests need them: promtool, which comes with prometheus, for the rules, chromium for the status page,
+# clang++ and its ThreadSanitizer for the emulator of CUDA devices.
 check: setup model
-	@deploy/setup.sh --only prometheus chromium
+	@deploy/setup.sh --only prometheus chromium clang libclang-rt-dev
+	@deploy/cuda_headers.sh
 	@$(MAKE) --no-print-directory check-layers
 	@$(MAKE) --no-print-directory -j$(shell nproc) WERROR=1 check-build
 	@python3 tests/run.py --san "$(SAN)" --bin "$(if $(SAN),$(BIN),build/test/bin)"
@@ -139,9 +141,9 @@ check-image: setup model
 check-layers:
 	@python3 tests/check_layers.py
 format:
-	@clang-format -i $$(git ls-files '*.c' '*.h')
+	@clang-format -i $$(git ls-files '*.c' '*.h' '*.cc' '*.cu' '*.cuh')
 clean:
-	rm -rf build/release build/bin build/test build/san-* build/gen
+	rm -rf build/release build/bin build/test build/san-* build/gen build/cuda build/emu build/emu-race build/gpu
 help:
 	@echo "make            build the programs into build/bin"
 	@echo "make demo       set up, build, fetch the model, serve one request, stop"
@@ -154,5 +156,6 @@ help:
 	@echo "make sbom       what the programs are linked with, as an SPDX document in build/"
 	@echo "make image      OCI images of the programs and of etcd in build/image (as root; FRESH=1)"
 	@echo "make check-image  build the images, and run a cluster of them"
+	@echo "make check-gpu  what only a CUDA device can show; bench-gpu its figures (both say what they skip)"
 	@echo "make cleanroom  run demo and check in a minimal Debian root"
 	@echo "make bench      all figures, a table and a plot in build/bench (PEERS=1: llama.cpp's too)"

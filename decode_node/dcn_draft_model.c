@@ -48,6 +48,7 @@ static td_status_t load(dcn_node_t *d, const char *path)
     options.rows_max = d->rows_max + DCN_DRAFT_FILL_ROWS_MAX;
     options.logit_rows_max = d->rows_max;
     options.attention = td_config_text(d->node.proc.config, "attention");
+    options.backend = TD_BACKEND_CPU; /* a device has no room left beside the model and its KV */
     TD_TRY(td_gguf_open(path, &m->gguf));
     TD_TRY(check_vocabulary(d, m->gguf));
     TD_TRY(td_model_load(m->gguf, &options, &m->model));

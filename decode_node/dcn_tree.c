@@ -235,6 +235,7 @@ static void add_side(dcn_node_t *d, dcn_part_t *part, uint32_t place)
         td_kv_copy_tokens(kv, td_pool_bytes(d->node.pool, t->scratch[at]),
                           td_pool_bytes(d->node.pool, c->seq.blocks[block]), 0,
                           c->kv_tokens - block * kv->block_tokens);
+        td_model_kv_changed(d->node.model, t->scratch[at]);
     }
 }
 
@@ -332,5 +333,6 @@ void dcn_tree_settle(const dcn_node_t *d, const dcn_part_t *part)
         td_kv_copy_tokens(kv, td_pool_bytes(d->node.pool, block),
                           td_pool_bytes(d->node.pool, d->tree.scratch[side - d->tree.sides]), slot,
                           slot + 1);
+        td_model_kv_changed(d->node.model, block);
     }
 }

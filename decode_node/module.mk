@@ -4,9 +4,9 @@ $(B)/libdecode_node.a: $(DECODE_SRC:%.c=$(B)/%.o)
 	@rm -f $@; ar rcs $@ $^
 ifneq ($(wildcard decode_node/main.c),)
 PROGRAMS += tandem-decode tandem-truncate tandem-train-heads
-$(BIN)/tandem-decode: $(B)/decode_node/main.o $(B)/libdecode_node.a $(B)/libkvstore.a $(B)/libtandem.a
+$(BIN)/tandem-decode: $(B)/decode_node/main.o $(CUDA_LINK_OBJ) $(B)/libdecode_node.a $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) $(CUDA_LIBS) -o $@
 $(BIN)/tandem-truncate: $(B)/decode_node/truncate_main.o $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) -o $@

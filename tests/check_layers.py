@@ -12,6 +12,8 @@ PROGRAMS = ("kvstore", "router", "prefill_node", "decode_node")
 STORE_FACES = ("kvstore/kvs_client.h", "kvstore/kvs_donor.h")
 CUDA = re.compile(r"^(cuda|cublas|nvrtc|driver_types|cooperative_groups|mma\.h)")
 
+CUDA_FOLDERS = ("common/model/cuda", "tests/emu", "tests/gpu", "tests/unit/cuda")
+
 # Folders of this project (without their own) whose headers a folder may include.
 COMMON = {
     "common/base": (),
@@ -31,7 +33,7 @@ def c_files():
         for folder, dirs, names in os.walk(os.path.join(ROOT, top)):
             dirs.sort()
             for name in sorted(names):
-                if name.endswith((".c", ".h", ".cu", ".cuh")):
+                if name.endswith((".c", ".h", ".cc", ".cu", ".cuh")):
                     yield os.path.relpath(os.path.join(folder, name), ROOT)
 
 
@@ -68,7 +70,7 @@ def breach(path, bracket, header):
     if header.endswith(".pb-c.h") or header.startswith("protobuf-c/"):
         return None if path.endswith("_wire.c") else "protobuf-c belongs into *_wire.c"
     if CUDA.match(os.path.basename(header)) and bracket == "<":
-        return (None if is_below(path, "common/model/cuda") else
+        return (None if any(is_below(path, folder) for folder in CUDA_FOLDERS) else
                 "the CUDA runtime belongs into common/model/cuda")
     if header.startswith("nccl"):
         return (None if path.startswith(("common/transfer/td_nccl", "common/model/cuda/")) else

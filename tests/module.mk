@@ -3,7 +3,7 @@ TEST_SRC := $(wildcard tests/unit/*/test_*.c tests/fault/fault_*.c tests/fuzz/fu
 TEST_BIN := $(TEST_SRC:tests/%.c=$(BIN)/tests/%)
 NODE_LIBS := $(foreach d,router prefill_node decode_node kvstore,$(if $(wildcard $(d)/*.c),$(B)/lib$(d).a))
 # Programs that tests in Python start.
-TEST_PROGRAMS := $(BIN)/store_worker
+TEST_PROGRAMS += $(BIN)/store_worker
 .PHONY: tests
 tests: $(TEST_BIN) $(TEST_PROGRAMS)
 # Of the benchmark client, what one target reads with.
@@ -19,9 +19,9 @@ $(BIN)/store_worker: $(B)/tests/chaos/store_worker.o $(B)/tests/bench/bench_node
 BENCH_SRC := $(wildcard tests/bench/*.c)
 ifneq ($(BENCH_SRC),)
 PROGRAMS += tandem-bench
-$(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(B)/librouter.a $(B)/libkvstore.a $(B)/libtandem.a
+$(BIN)/tandem-bench: $(BENCH_SRC:%.c=$(B)/%.o) $(CUDA_LINK_OBJ) $(B)/librouter.a $(B)/libkvstore.a $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
-	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) $(CUDA_LIBS) -o $@
 endif
 
 # libFuzzer over every decoder of outside bytes: make fuzz FUZZ_SECONDS=60. Needs clang with its runtime;

@@ -20,7 +20,7 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 UNIT_LIMIT_S = 120
 SLOW_LIMIT_S = 300  # under sanitizers, and for whole-model tests
-SLOW = re.compile(r"/test_(model|reference)\b")
+SLOW = re.compile(r"/test_(model|reference|cuda_model|cuda_reference)\b")
 WAITING_LANES = 2
 # Mostly wait, for deaths to be noticed: so many run beside the others.
 WAITING = re.compile(r"^tests/chaos/|/test_(failover|drain|ha|hosts|cluster_hosts|routers)\.py$|/unit/coord/")
@@ -149,7 +149,7 @@ def test_files(args):
     """(path, command, limit in seconds) of every file, in running order."""
     found = []
     scripts = ["tests/e2e/reference.py"]
-    folders = ("e2e", "clients", "chaos")
+    folders = ("emu", "e2e", "clients", "chaos")
     patterns = ("unit/*/test_*", "fault/fault_*", "fuzz/fuzz_*")
     if args.image:
         scripts, folders, patterns = [], ("image",), ()

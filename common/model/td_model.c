@@ -2,6 +2,7 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
+#include "common/model/td_model_device_internal.h"
 #include "common/model/td_model_internal.h"
 
 /* Attention is split into spans when a thread would have fewer items than this. */
@@ -529,12 +530,10 @@ static void plan_items(td_model_t *m)
     p->alone = p->alone && !p->split && cut == 0;
 }
 
-static void plan_pass(td_model_t *m)
+static void list_logit_rows(td_model_t *m)
 {
     td_model_pass_t *p = &m->pass;
 
-    plan_segments(m);
-    plan_items(m);
     p->logit_count = 0;
     for (uint32_t i = 0; i < p->row_count; i++) {
         if (p->rows[i].want_logits) {
@@ -543,12 +542,25 @@ static void plan_pass(td_model_t *m)
     }
 }
 
+static void plan_pass(td_model_t *m)
+{
+    plan_segments(m);
+    plan_items(m);
+    list_logit_rows(m);
+}
+
 /* Of the pass only what differs from pass to pass, without the plan. */
 static td_status_t forward(td_model_t *model, const td_model_pass_t *pass, const float **logits_out)
 {
     TD_ASSERT(model != NULL && pass->pool != NULL && pass->rows != NULL && logits_out != NULL);
     TD_TRY(check_rows(model, pass->rows, pass->row_count));
     model->pass = *pass;
+    if (model->device != NULL) {
+        list_logit_rows(model);
+        TD_TRY(td_cuda_device_ops.forward(model->device, model));
+        *logits_out = model->logits;
+        return TD_OK;
+    }
     plan_pass(model);
     atomic_store_explicit(&model->next_item[0], 0, memory_order_relaxed);
     td_threads_run(model->threads, forward_thread, model);
@@ -581,6 +593,21 @@ td_status_t td_model_forward_first(td_model_t *model, uint32_t layers, uint8_t *
 
     TD_ASSERT(layers > 0 && layers <= model->info.kv.layers);
     return forward(model, &pass, logits_out);
+}
+
+void td_model_use_pool(td_model_t *model, const td_pool_t *pool)
+{
+    model->pool = pool;
+    if (model->device != NULL) {
+        td_cuda_device_ops.use_pool(model->device, pool);
+    }
+}
+
+void td_model_kv_changed(td_model_t *model, uint32_t block)
+{
+    if (model->device != NULL) {
+        td_cuda_device_ops.changed(model->device, block);
+    }
 }
 
 const float *td_model_hidden(const td_model_t *model)
@@ -618,6 +645,9 @@ td_status_t td_model_attention_only(td_model_t *model, uint8_t *pool_bytes,
                                     const td_model_row_t *rows, uint32_t row_count)
 {
     TD_ASSERT(model != NULL && pool_bytes != NULL && rows != NULL);
+    if (model->device != NULL) {
+        return TD_ERR_UNSUPPORTED; /* a measure of the CPU's threads */
+    }
     TD_TRY(check_rows(model, rows, row_count));
     model->pass = (td_model_pass_t){.pool = pool_bytes, .rows = rows, .row_count = row_count};
     plan_pass(model);

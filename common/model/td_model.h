@@ -13,6 +13,7 @@
 #include "common/base/td_status.h"
 #include "common/kv/td_attention_mask.h"
 #include "common/kv/td_kv_layout.h"
+#include "common/kv/td_pool.h"
 #include "common/model/td_gguf.h"
 
 #define TD_MODEL_ROWS_MAX 4096u /* rows of one pass */
@@ -31,7 +32,16 @@ typedef enum td_isa {
     TD_ISA_AVX512    /* AVX-512 F, BW, DQ, VL and VNNI */
 } td_isa_t;
 
+/** What runs the passes; all give the same bits. */
+typedef enum td_backend {
+    TD_BACKEND_CPU = 0,
+    TD_BACKEND_CUDA /* only where the program is linked with it */
+} td_backend_t;
+
 typedef struct td_model_options {
+    td_backend_t backend;
+    uint32_t device;          /* cuda: which one */
+    uint64_t device_kv_bytes; /* cuda: for copies of KV blocks; 0 = what is free after loading */
     td_precision_t precision;
     td_isa_t isa;
     uint32_t threads;        /* 1..TD_THREADS_MAX */
@@ -90,6 +100,19 @@ TD_MUST_CHECK td_status_t td_precision_parse(const char *text, td_precision_t *o
 /** "auto", "portable", "avx2" or "avx512". Errors: TD_ERR_INVALID. */
 TD_MUST_CHECK td_status_t td_isa_parse(const char *text, td_isa_t *out);
 
+/** "cpu" or "cuda". Errors: TD_ERR_INVALID. */
+TD_MUST_CHECK td_status_t td_backend_parse(const char *text, td_backend_t *out);
+#define TD_BACKEND_NAMES "cpu|cuda" /* as TD_OPTION_CHOICE wants them */
+
+/** The pool whose memory passes will be given: a backend that keeps copies of blocks sees by a
+ * block's epoch that it was given out anew, and then its copy is of no use.
+ * Owner:  borrowed until another or NULL is given, which must be before its memory goes. */
+void td_model_use_pool(td_model_t *model, const td_pool_t *pool);
+
+/** Says that the bytes of a block are no longer those that passes have left there, though its epoch
+ * is the same: tokens were copied into it. Not during a pass. */
+void td_model_kv_changed(td_model_t *model, uint32_t block);
+
 /** Called by the pass's own thread after layers [layer_begin, layer_end) of every row are written
  * to the blocks. Must be short: the pass waits. */
 typedef void (*td_model_layers_fn)(void *ctx, uint32_t layer_begin, uint32_t layer_end);
@@ -99,7 +122,9 @@ typedef void (*td_model_layers_fn)(void *ctx, uint32_t layer_begin, uint32_t lay
  *         apart. logits_out [rows that want logits, in row order][vocab_size] f32, lent by the
  * model until the next pass. Units:  layers_step in layers: on_layers is called about every so
  * many; 0 = once, at the end. Errors: TD_ERR_INVALID (a token, position or count out of range;
- * nothing was written). Cost:   O(rows * weights + rows * context). */
+ * nothing was written), and of a device TD_ERR_NO_MEMORY (it does not hold the pass's blocks) and
+ * TD_ERR_IO (it fails): then what the pass wrote is not to be used. Cost:   O(rows * weights + rows
+ * * context). */
 TD_MUST_CHECK td_status_t td_model_forward(td_model_t *model, uint8_t *pool_bytes,
                                            const td_model_row_t *rows, uint32_t row_count,
                                            uint32_t layers_step, td_model_layers_fn on_layers,

@@ -4,6 +4,7 @@
 
 #include <stdatomic.h>
 
+#include "common/kv/td_pool.h"
 #include "common/model/cpu/td_cpu_ops.h"
 #include "common/model/td_model.h"
 #include "common/model/td_threads.h"
@@ -19,6 +20,8 @@ typedef struct td_model_layer {
     float *attn_norm;     /* owned; [embed_dim] */
     float *ffn_norm;      /* owned; [embed_dim] */
 } td_model_layer_t;
+
+typedef struct td_model_device td_model_device_t; /* td_model_device_internal.h */
 
 #define TD_MODEL_PARTS_MAX 256u /* spans of rows that one pass can keep apart */
 
@@ -60,7 +63,9 @@ struct td_model {
     td_model_info_t info;
     td_model_options_t options;
     const td_cpu_ops_t *ops;
-    td_threads_t *threads; /* owned */
+    td_threads_t *threads;     /* owned */
+    td_model_device_t *device; /* owned; NULL: the CPU runs the passes */
+    const td_pool_t *pool;     /* borrowed; NULL: whoever changes blocks says so */
 
     /* weights, immutable after loading */
     td_arena_t *weights;         /* owned: the bytes of all matrices */

@@ -5,6 +5,7 @@
 #include "common/base/td_base.h"
 #include "common/base/td_clock.h"
 #include "common/base/td_log.h"
+#include "common/model/td_model_device_internal.h"
 #include "common/model/td_model_internal.h"
 
 #define KERNEL_REVISION "r2" /* raised whenever a change of arithmetic changes bits */
@@ -17,6 +18,7 @@
 #define HEADS_MAX 4096u
 
 static const char *const precision_names[] = {"fast", "mixed", "exact"};
+static const char *const backend_names[] = {"cpu", "cuda"};
 static const char *const isa_names[] = {TD_CPU_OPS_BEST, "portable", "avx2", "avx512"};
 
 static bool find_name(const char *const *names, size_t count, const char *text, size_t *out)
@@ -47,6 +49,16 @@ td_status_t td_isa_parse(const char *text, td_isa_t *out)
         return TD_ERR_INVALID;
     }
     *out = (td_isa_t)i;
+    return TD_OK;
+}
+
+td_status_t td_backend_parse(const char *text, td_backend_t *out)
+{
+    size_t i = 0;
+    if (!find_name(backend_names, TD_ARRAY_LEN(backend_names), text, &i)) {
+        return TD_ERR_INVALID;
+    }
+    *out = (td_backend_t)i;
     return TD_OK;
 }
 
@@ -262,13 +274,13 @@ static td_status_t find_tensor(const td_gguf_t *gguf, const char *name, uint64_t
     return TD_OK;
 }
 
-static td_status_t load_matrix(const td_model_t *m, const td_gguf_t *gguf, const char *name,
+static td_status_t load_matrix(td_arena_t *arena, const td_gguf_t *gguf, const char *name,
                                uint32_t inputs, uint32_t outputs, bool int8, td_cpu_matrix_t *out)
 {
     const td_gguf_tensor_t *tensor = NULL;
 
     TD_TRY(find_tensor(gguf, name, inputs, outputs, &tensor));
-    return td_cpu_pack(tensor, int8, m->weights, out);
+    return td_cpu_pack(tensor, int8, arena, out);
 }
 
 /* Norm weights, as floats. */
@@ -299,7 +311,7 @@ static td_status_t load_vector(const td_gguf_t *gguf, const char *name, uint32_t
     return TD_OK;
 }
 
-static td_status_t load_layer(td_model_t *m, const td_gguf_t *gguf, uint32_t idx)
+static td_status_t load_layer(td_model_t *m, const td_gguf_t *gguf, td_arena_t *arena, uint32_t idx)
 {
     td_model_layer_t *l = &m->layers[idx];
     const uint32_t dim = m->info.embed_dim;
@@ -322,8 +334,8 @@ static td_status_t load_layer(td_model_t *m, const td_gguf_t *gguf, uint32_t idx
 
     for (size_t i = 0; i < TD_ARRAY_LEN(matrices); i++) {
         (void)snprintf(name, sizeof(name), "blk.%u.%s.weight", idx, matrices[i].name);
-        TD_TRY(load_matrix(m, gguf, name, matrices[i].inputs, matrices[i].outputs, matrices[i].int8,
-                           matrices[i].out));
+        TD_TRY(load_matrix(arena, gguf, name, matrices[i].inputs, matrices[i].outputs,
+                           matrices[i].int8, matrices[i].out));
     }
     (void)snprintf(name, sizeof(name), "blk.%u.attn_norm.weight", idx);
     TD_TRY(load_vector(gguf, name, dim, &l->attn_norm));
@@ -342,12 +354,12 @@ static td_status_t load_embedding_and_head(td_model_t *m, const td_gguf_t *gguf)
         return TD_ERR_INVALID;
     }
     m->info.vocab_size = (uint32_t)embed->dims[1];
-    TD_TRY(load_matrix(m, gguf, "token_embd.weight", m->info.embed_dim, m->info.vocab_size, int8,
-                       &m->embed));
+    TD_TRY(load_matrix(m->weights, gguf, "token_embd.weight", m->info.embed_dim, m->info.vocab_size,
+                       int8, &m->embed));
     m->head = &m->embed;
     if (td_gguf_tensor_find(gguf, "output.weight") != NULL) {
-        TD_TRY(load_matrix(m, gguf, "output.weight", m->info.embed_dim, m->info.vocab_size, int8,
-                           &m->head_own));
+        TD_TRY(load_matrix(m->weights, gguf, "output.weight", m->info.embed_dim, m->info.vocab_size,
+                           int8, &m->head_own));
         m->head = &m->head_own;
     }
     return load_vector(gguf, "output_norm.weight", m->info.embed_dim, &m->output_norm);
@@ -473,6 +485,16 @@ static void acts_fini(td_cpu_acts_t *acts)
     td_free(acts->sum16);
 }
 
+/* Where a device runs the passes: what they hand out. */
+static td_status_t take_device_buffers(td_model_t *m)
+{
+    const uint32_t logit_rows = TD_MAX(m->options.logit_rows_max, 1u);
+
+    TD_TRY(take(m->options.rows_max, m->info.embed_dim, sizeof(float), &m->normed));
+    TD_TRY(take(logit_rows, 1, sizeof(*m->logit_rows), &m->logit_rows));
+    return take(logit_rows, m->info.vocab_size, sizeof(float), &m->logits);
+}
+
 static td_status_t take_buffers(td_model_t *m)
 {
     const td_model_info_t *info = &m->info;
@@ -522,8 +544,22 @@ static td_status_t choose_isa(td_isa_t isa, const td_cpu_ops_t **out)
     return TD_OK;
 }
 
+static td_status_t check_backend(const td_model_options_t *o)
+{
+    if ((unsigned)o->backend > TD_BACKEND_CUDA) {
+        TD_LOG_ERROR("model options out of range", "backend=%d", (int)o->backend);
+        return TD_ERR_INVALID;
+    }
+    if (o->backend == TD_BACKEND_CUDA && &td_cuda_device_ops == NULL) {
+        TD_LOG_ERROR("backend not in this program", "backend=cuda expected=\"built with nvcc\"");
+        return TD_ERR_UNSUPPORTED;
+    }
+    return TD_OK;
+}
+
 static td_status_t check_options(const td_model_options_t *o)
 {
+    TD_TRY(check_backend(o));
     if ((unsigned)o->precision > TD_PRECISION_EXACT || (unsigned)o->isa > TD_ISA_AVX512 ||
         o->threads == 0 || o->threads > TD_THREADS_MAX || o->rows_max == 0 ||
         o->rows_max > TD_MODEL_ROWS_MAX || o->logit_rows_max > o->rows_max) {
@@ -533,6 +569,24 @@ static td_status_t check_options(const td_model_options_t *o)
         return TD_ERR_INVALID;
     }
     return TD_OK;
+}
+
+/* A device takes copies; what it was packed from goes again, a layer at a time. */
+static td_status_t load_device_layer(td_model_t *m, const td_gguf_t *gguf, uint32_t idx)
+{
+    td_arena_t *arena = td_arena_create();
+    td_status_t status = TD_ERR_NO_MEMORY;
+
+    if (arena == NULL) {
+        TD_LOG_ERROR("no memory for a layer", "layer=%u", idx);
+        return status;
+    }
+    status = load_layer(m, gguf, arena, idx);
+    if (status == TD_OK) {
+        status = td_cuda_device_ops.load(m->device, m, idx);
+    }
+    td_arena_destroy(arena);
+    return status;
 }
 
 static td_status_t load_layers(td_model_t *m, const td_gguf_t *gguf)
@@ -545,7 +599,8 @@ static td_status_t load_layers(td_model_t *m, const td_gguf_t *gguf)
         return TD_ERR_NO_MEMORY;
     }
     for (uint32_t i = 0; i < m->info.kv.layers; i++) {
-        TD_TRY(load_layer(m, gguf, i));
+        TD_TRY(m->device != NULL ? load_device_layer(m, gguf, i)
+                                 : load_layer(m, gguf, m->weights, i));
         if (td_now_ns() - said_ns > PROGRESS_NS) {
             said_ns = td_now_ns();
             TD_LOG_INFO("loading model", "layer=%u layers=%u", i + 1, m->info.kv.layers);
@@ -578,9 +633,16 @@ static td_status_t load_all(td_model_t *m, const td_gguf_t *gguf)
         return TD_ERR_NO_MEMORY;
     }
     TD_TRY(load_embedding_and_head(m, gguf));
+    if (m->options.backend == TD_BACKEND_CUDA) {
+        TD_TRY(td_cuda_device_ops.create(m, &m->device));
+        TD_TRY(td_cuda_device_ops.load(m->device, m, TD_KV_LAYERS_MAX));
+    }
     TD_TRY(load_layers(m, gguf));
     TD_TRY(make_rope(m, gguf));
-    TD_TRY(take_buffers(m));
+    TD_TRY(m->device != NULL ? take_device_buffers(m) : take_buffers(m));
+    if (m->device != NULL) {
+        TD_TRY(td_cuda_device_ops.start(m->device, m));
+    }
     m->heads_are_groups =
         m->info.heads / m->info.kv.kv_heads * m->info.kv.head_dim % TD_CPU_GROUP == 0;
     TD_TRY(td_threads_create(m->options.threads, &m->threads));
@@ -611,10 +673,11 @@ td_status_t td_model_load(const td_gguf_t *gguf, const td_model_options_t *optio
         return status;
     }
     TD_LOG_INFO("model loaded",
-                "name=\"%s\" numerics=%s isa=%s threads=%u layers=%u vocab=%u context=%u ms=%llu",
-                m->info.name, m->info.numerics_class, m->ops->name, m->options.threads,
-                m->info.kv.layers, m->info.vocab_size, m->info.context_max,
-                (unsigned long long)((td_now_ns() - begin_ns) / TD_NS_PER_MS));
+                "name=\"%s\" numerics=%s backend=%s isa=%s threads=%u layers=%u vocab=%u "
+                "context=%u ms=%llu",
+                m->info.name, m->info.numerics_class, backend_names[m->options.backend],
+                m->ops->name, m->options.threads, m->info.kv.layers, m->info.vocab_size,
+                m->info.context_max, (unsigned long long)((td_now_ns() - begin_ns) / TD_NS_PER_MS));
     *out = m;
     return TD_OK;
 }
@@ -631,6 +694,9 @@ void td_model_destroy(td_model_t *m)
         return;
     }
     td_threads_destroy(m->threads);
+    if (m->device != NULL) {
+        td_cuda_device_ops.destroy(m->device);
+    }
     for (uint32_t i = 0; m->layers != NULL && i < m->info.kv.layers; i++) {
         layer_fini(&m->layers[i]);
     }

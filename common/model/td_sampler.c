@@ -459,6 +459,11 @@ static uint64_t noise_key(const td_sampling_t *params, uint32_t position, uint64
     return mix(key + 0x2545f4914f6cdd1du);
 }
 
+uint64_t td_sampler_token_key(const td_sampling_t *params, uint32_t position)
+{
+    return noise_key(params, position, NOISE_TOKEN);
+}
+
 /* SplitMix64's stream that starts at the key, at its id-th place. */
 static uint64_t noise_bits(uint64_t key, uint32_t id)
 {

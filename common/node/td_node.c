@@ -25,6 +25,9 @@ td_status_t td_node_model_options(const td_node_t *n, td_model_options_t *out)
         options.threads = cpus > 0 ? (uint32_t)TD_MIN(cpus, (long)TD_NODE_THREADS_MAX) : 1;
     }
     TD_TRY(td_precision_parse(td_config_text(c, "precision"), &options.precision));
+    TD_TRY(td_backend_parse(td_config_text(c, "backend"), &options.backend));
+    options.device = (uint32_t)td_config_u64(c, "device");
+    options.device_kv_bytes = td_config_u64(c, "device-kv");
     TD_TRY(td_kv_codec_parse(td_config_text(c, "kv-codec"), &options.kv_codec));
     *out = options;
     return TD_OK;
@@ -99,6 +102,7 @@ static td_status_t open_pool(td_node_t *n, const td_node_setup_t *setup)
     TD_TRY(
         td_pool_create(td_transfer_memory(n->transfer), (uint32_t)blocks, block_bytes, &n->pool));
     td_transfer_set_pool(n->transfer, n->pool);
+    td_model_use_pool(n->model, n->pool);
     TD_TRY(td_kv_events_create(TD_KV_EVENTS_RING, &n->kv_events));
     td_pool_watch(n->pool, n->kv_events);
     TD_TRY(td_ring_create(TD_NODE_FETCHES_MAX, &n->fetched));
@@ -281,6 +285,9 @@ void td_node_stop(td_node_t *n)
 
     td_worker_destroy(n->worker);
     n->worker = NULL;
+    if (n->model != NULL) {
+        td_model_use_pool(n->model, NULL); /* its memory is the transfer's */
+    }
     td_transfer_destroy(n->transfer); /* completes every fetch into the ring */
     n->transfer = NULL;
     td_verify_destroy(n->verify); /* as well */

@@ -18,6 +18,7 @@ typedef struct eval_options {
     uint32_t threads;
     uint32_t chunk;
     td_precision_t precision;
+    td_backend_t backend;
     td_isa_t isa;
     td_kv_codec_t kv_codec;
     const char *attention; /* borrowed; NULL = the model's */
@@ -64,6 +65,7 @@ static void print_help(void)
                "  --attention A     full, window:W[,SINKS] or strided:LOCAL,STRIDE[,SUMMARY];\n"
                "                    default the model's\n"
                "  --context-max N   positions; above the model's only with a window or strides\n"
+               "  --backend B       " BENCH_BACKEND_NAMES "; default cpu\n"
                "  --isa I           " BENCH_ISA_NAMES "; default auto; never changes a result\n"
                "  --help            this text");
 }
@@ -300,6 +302,7 @@ static int parse_options(int argc, char **argv, eval_options_t *o)
         BENCH_MODEL_OPTION(&o->model),
         BENCH_THREADS_OPTION(&o->threads),
         {.name = "precision", .kind = BENCH_PRECISION, .out = &o->precision},
+        {.name = "backend", .kind = BENCH_BACKEND, .out = &o->backend},
         {.name = "isa", .kind = BENCH_ISA, .out = &o->isa},
         {.name = "kv-codec", .kind = BENCH_CODEC, .out = &o->kv_codec},
         {.name = "attention", .kind = BENCH_ATTENTION, .out = &o->attention},
@@ -328,6 +331,7 @@ int bench_eval(int argc, char **argv)
         return rc < 0 ? BENCH_EXIT_OK : rc;
     }
     options = (td_model_options_t){.precision = e.options.precision,
+                                   .backend = e.options.backend,
                                    .isa = e.options.isa,
                                    .threads = e.options.threads,
                                    .rows_max = e.options.chunk,

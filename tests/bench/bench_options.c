@@ -23,6 +23,8 @@ static bool read_one(const bench_option_t *o, char *text)
     case BENCH_FLAG:
         *(bool *)o->out = true;
         return true;
+    case BENCH_BACKEND:
+        return bench_parse_backend(text, o->out);
     case BENCH_PRECISION:
         return bench_parse_precision(text, o->out);
     case BENCH_ISA:

@@ -10,6 +10,7 @@ typedef enum bench_option_kind {
     BENCH_NUMBER,    /* out: uint32_t, in [min, max] */
     BENCH_TEXT,      /* out: const char * */
     BENCH_FLAG,      /* out: bool; takes no value */
+    BENCH_BACKEND,   /* out: td_backend_t */
     BENCH_PRECISION, /* out: td_precision_t */
     BENCH_ISA,       /* out: td_isa_t */
     BENCH_CODEC,     /* out: td_kv_codec_t */

@@ -66,6 +66,15 @@ bool bench_parse_isa(const char *text, td_isa_t *out)
     return false;
 }
 
+bool bench_parse_backend(const char *text, td_backend_t *out)
+{
+    if (td_backend_parse(text, out) == TD_OK) {
+        return true;
+    }
+    (void)bench_usage_error("--backend wants " BENCH_BACKEND_NAMES ", not \"%s\"", text);
+    return false;
+}
+
 bool bench_parse_precision(const char *text, td_precision_t *out)
 {
     if (td_precision_parse(text, out) == TD_OK) {

@@ -27,11 +27,11 @@ CODEC_LIMITS = {  # the same against f16: (argmax agreement in %, mean |NLL diff
 }
 
 
-def evaluate(binary, precision, isa, kv_codec="f16"):
+def evaluate(binary, precision, isa, kv_codec="f16", backend="cpu"):
     with open(REFERENCE, "rb") as jobs:
         done = subprocess.run(
             [binary, "eval", "--model", MODEL, "--precision", precision, "--isa", isa,
-             "--kv-codec", kv_codec],
+             "--kv-codec", kv_codec, "--backend", backend],
             stdin=jobs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False)
     if done.returncode != 0:
         sys.stderr.write(done.stderr.decode(errors="replace"))
@@ -75,6 +75,7 @@ def main():
                         help="compared with f16 at the first precision; default: all, with "
                         "sanitizers none")
     parser.add_argument("--isa", default="auto")
+    parser.add_argument("--backend", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
     if args.kv_codec is None:
         args.kv_codec = [] if "san-" in args.bin else list(CODEC_LIMITS)
@@ -100,7 +101,7 @@ def main():
         references = [json.loads(line) for line in file]
     for precision in args.precision:
         agreement, nll, wants_greedy = LIMITS[precision]
-        results = evaluate(binary, precision, args.isa)
+        results = evaluate(binary, precision, args.isa, backend=args.backend)
         if not complete(precision, results):
             continue
         by_precision[precision] = results
@@ -114,7 +115,7 @@ def main():
               f"differs in: {' '.join(c['greedy_wrong']) or 'none'}")
     for codec in args.kv_codec:
         agreement, nll = CODEC_LIMITS[codec]
-        results = evaluate(binary, args.precision[0], args.isa, codec)
+        results = evaluate(binary, args.precision[0], args.isa, codec, args.backend)
         if not complete(codec, results) or args.precision[0] not in by_precision:
             continue
         plain = [{**res, "ids": ref["ids"]}

@@ -222,7 +222,7 @@ static void test_load_refuses_malformed_models(void **state)
 static void test_load_refuses_bad_options(void **state)
 {
     const tiny_spec_t spec = {.type = TD_GGUF_F32};
-    td_model_options_t bad[10];
+    td_model_options_t bad[11];
     (void)state;
 
     for (size_t i = 0; i < TD_ARRAY_LEN(bad); i++) {
@@ -238,9 +238,24 @@ static void test_load_refuses_bad_options(void **state)
     bad[7].context_max = TINY_CONTEXT + 1;
     bad[8].precision = (td_precision_t)3;
     bad[9].kv_codec = (td_kv_codec_t)TD_KV_CODECS;
+    bad[10].backend = (td_backend_t)2;
     for (size_t i = 0; i < TD_ARRAY_LEN(bad); i++) {
         assert_int_equal(try_load(&spec, &bad[i]), TD_ERR_INVALID);
     }
+}
+
+/* This program is linked without it. */
+static void test_load_refuses_a_backend_that_is_not_there(void **state)
+{
+    td_model_options_t options = default_options();
+    (void)state;
+
+    assert_int_equal(td_backend_parse("cuda", &options.backend), TD_OK);
+    assert_int_equal(options.backend, TD_BACKEND_CUDA);
+    assert_int_equal(try_load(&(tiny_spec_t){.type = TD_GGUF_F32}, &options), TD_ERR_UNSUPPORTED);
+    assert_int_equal(td_backend_parse("cpu", &options.backend), TD_OK);
+    assert_int_equal(options.backend, TD_BACKEND_CPU);
+    assert_int_equal(td_backend_parse("gpu", &options.backend), TD_ERR_INVALID);
 }
 
 #define TINY_RIG(rig, gguf, tiny)                                                                  \
@@ -690,6 +705,7 @@ int main(void)
         cmocka_unit_test(test_block_size_and_threads_change_no_bit),
         cmocka_unit_test(test_load_refuses_malformed_models),
         cmocka_unit_test(test_load_refuses_bad_options),
+        cmocka_unit_test(test_load_refuses_a_backend_that_is_not_there),
         cmocka_unit_test(test_info_says_what_was_loaded),
         cmocka_unit_test(test_forward_refuses_bad_rows_and_writes_nothing),
         cmocka_unit_test(test_forward_reports_layers_in_order_and_never_allocates),

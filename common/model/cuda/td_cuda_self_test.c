@@ -1,0 +1,167 @@
+#include "common/base/td_base.h"
+#include "common/base/td_log.h"
+#include "common/model/cuda/td_cuda_device.h"
+
+#define ROWS_MAX 12u /* more than one tile of rows, where the pass's buffers have so many */
+
+/* Rows of the CPU; what the device computes is compared with them. */
+typedef struct rows {
+    uint32_t count;
+    float *x;      /* [row][embed_dim] */
+    float *normed; /* as x */
+    float *gate;   /* [row][ff_dim] */
+    float *up;     /* as gate */
+    float *got;    /* [row][ff_dim or embed_dim] */
+    td_cpu_acts_t acts;
+    td_cpu_scratch_t *scratch;
+} rows_t;
+
+static td_status_t rows_init(rows_t *r, const td_model_t *m)
+{
+    const size_t count = TD_MIN(TD_MIN(ROWS_MAX, m->options.rows_max), m->info.vocab_size);
+    const size_t dim = m->info.embed_dim;
+    const size_t ff = m->info.ff_dim;
+    const size_t groups = (dim + TD_CPU_GROUP - 1) / TD_CPU_GROUP;
+
+    *r = (rows_t){.count = (uint32_t)count};
+    r->x = td_calloc(count * dim, sizeof(float));
+    r->normed = td_calloc(count * dim, sizeof(float));
+    r->gate = td_calloc(count * ff, sizeof(float));
+    r->up = td_calloc(count * ff, sizeof(float));
+    r->got = td_calloc(count * TD_MAX(dim, ff), sizeof(float));
+    r->acts.q8 = td_calloc(count * dim, sizeof(int8_t));
+    r->acts.q16 = td_calloc(count * dim, sizeof(int16_t));
+    r->acts.scale8 = td_calloc(count * groups, sizeof(float));
+    r->acts.sum8 = td_calloc(count * groups, sizeof(float));
+    r->acts.scale16 = td_calloc(count * groups, sizeof(float));
+    r->acts.sum16 = td_calloc(count * groups, sizeof(float));
+    r->acts.f32 = r->normed;
+    if (r->x == NULL || r->normed == NULL || r->gate == NULL || r->up == NULL || r->got == NULL ||
+        r->acts.q8 == NULL || r->acts.q16 == NULL || r->acts.scale8 == NULL ||
+        r->acts.sum8 == NULL || r->acts.scale16 == NULL || r->acts.sum16 == NULL) {
+        TD_LOG_ERROR("no memory for the device's self-test", "rows=%u", r->count);
+        return TD_ERR_NO_MEMORY;
+    }
+    return td_cpu_scratch_create(m->info.kv.head_dim, m->info.heads / m->info.kv.kv_heads,
+                                 m->info.embed_dim, &r->scratch);
+}
+
+static void rows_fini(rows_t *r)
+{
+    void *const owned[] = {r->x,         r->normed,     r->gate,         r->up,
+                           r->got,       r->acts.q8,    r->acts.q16,     r->acts.scale8,
+                           r->acts.sum8, r->acts.sum16, r->acts.scale16, r->scratch};
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(owned); i++) {
+        td_free(owned[i]);
+    }
+}
+
+/* Embedding, norm, gate and up with SwiGLU: of tokens spread over the vocabulary. */
+static void compute_here(rows_t *r, const td_model_t *m, const uint32_t *tokens)
+{
+    const td_model_layer_t *l = &m->layers[0];
+    const uint32_t dim = m->info.embed_dim;
+    const size_t groups = dim / TD_CPU_GROUP;
+
+    for (size_t i = 0; i < r->count; i++) {
+        td_cpu_unpack_row(&m->embed, tokens[i], r->x + i * dim);
+        m->ops->rms_norm(r->x + i * dim, l->ffn_norm, dim, m->norm_eps, r->normed + i * dim);
+        if (dim % TD_CPU_GROUP == 0) {
+            m->ops->quantise8(r->normed + i * dim, dim, r->acts.q8 + i * dim,
+                              r->acts.scale8 + i * groups, r->acts.sum8 + i * groups);
+            m->ops->quantise16(r->normed + i * dim, dim, m->limit16, r->acts.q16 + i * dim,
+                               r->acts.scale16 + i * groups, r->acts.sum16 + i * groups);
+        }
+    }
+    m->ops->product(&l->gate, &r->acts, r->count, r->gate, 0, l->gate.panels, r->scratch);
+    m->ops->product(&l->up, &r->acts, r->count, r->up, 0, l->up.panels, r->scratch);
+    m->ops->swiglu(r->gate, r->up, r->count * m->info.ff_dim);
+}
+
+static td_status_t compute_there(td_model_device_t *d, const td_model_t *m, uint32_t rows)
+{
+    const td_cuda_layer_t *l = &d->layers[0];
+    const td_cuda_matrix_t *const users[] = {&l->gate, &l->up};
+    float *const outputs[] = {d->gate, d->up};
+    const uint32_t dim = m->info.embed_dim;
+    const td_cuda_embed_t embed = {.w = d->embed, .tokens = d->device.tokens, .x = d->x};
+    const td_cuda_norm_t norm = {
+        .x = d->x,
+        .weight = l->ffn_norm,
+        .out = d->normed,
+        .dim = dim,
+        .eps = m->norm_eps,
+        .quantise = td_cuda_quantise_for(d, m, dim, users, TD_ARRAY_LEN(users)),
+    };
+    const td_cuda_swiglu_t swiglu = {.gate = d->gate, .up = d->up, .dim = m->info.ff_dim};
+
+    TD_TRY(td_cuda_check(cudaMemcpyAsync(d->device.tokens, d->host.tokens,
+                                         rows * sizeof(*d->host.tokens), cudaMemcpyHostToDevice,
+                                         d->compute),
+                         "cudaMemcpyAsync"));
+    TD_TRY(td_cuda_launch_embed(d->compute, &embed, rows));
+    TD_TRY(td_cuda_launch_norm(d->compute, &norm, rows));
+    for (size_t i = 0; i < TD_ARRAY_LEN(users); i++) {
+        const td_cuda_product_t p = {
+            .w = {*users[i]},
+            .y = {outputs[i]},
+            .count = 1,
+            .rows = rows,
+            .acts = td_cuda_acts_of(users[i]->wide ? &d->acts16 : &d->acts8, dim),
+            .f32 = d->normed,
+            .f32_stride = dim,
+        };
+        TD_TRY(td_cuda_launch_product(d->compute, &p));
+    }
+    return td_cuda_launch_swiglu(d->compute, &swiglu, rows);
+}
+
+static td_status_t compare(td_model_device_t *d, rows_t *r, const float *there, const float *here,
+                           size_t width, const char *what)
+{
+    const size_t count = r->count * width;
+
+    TD_TRY(td_cuda_check(
+        cudaMemcpyAsync(r->got, there, count * sizeof(float), cudaMemcpyDeviceToHost, d->compute),
+        "cudaMemcpyAsync"));
+    TD_TRY(td_cuda_check(cudaStreamSynchronize(d->compute), "cudaStreamSynchronize"));
+    for (size_t i = 0; i < count; i++) {
+        if (memcmp(&r->got[i], &here[i], sizeof(float)) != 0) {
+            TD_LOG_ERROR("device does not compute the bits of the CPU",
+                         "operation=%s row=%zu element=%zu device=%.9g cpu=%.9g", what, i / width,
+                         i % width, (double)r->got[i], (double)here[i]);
+            return TD_ERR_UNSUPPORTED;
+        }
+    }
+    return TD_OK;
+}
+
+td_status_t td_cuda_self_test(td_model_device_t *d, const td_model_t *m)
+{
+    td_status_t status = TD_OK;
+    rows_t r;
+
+    status = rows_init(&r, m);
+    if (status != TD_OK) {
+        goto done;
+    }
+    for (uint32_t i = 0; i < r.count; i++) {
+        d->host.tokens[i] = (uint32_t)((uint64_t)i * (m->info.vocab_size - 1) / r.count);
+    }
+    compute_here(&r, m, d->host.tokens);
+    status = compute_there(d, m, r.count);
+    if (status == TD_OK) {
+        status = compare(d, &r, d->x, r.x, m->info.embed_dim, "embedding");
+    }
+    if (status == TD_OK) {
+        status = compare(d, &r, d->normed, r.normed, m->info.embed_dim, "norm");
+    }
+    if (status == TD_OK) {
+        status = compare(d, &r, d->gate, r.gate, m->info.ff_dim, "product and swiglu");
+    }
+
+done:
+    rows_fini(&r);
+    return status;
+}

@@ -1,0 +1,47 @@
+/* emu_run.h - the emulator as the doubles of the CUDA runtime and the tests see it; C and C++.
+ * Threads: one at a time in the process. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define EMU_EXIT_FAULT 3 /* of a process in which a kernel did what a device would not bear */
+
+/* In which order threads of a block run between barriers. */
+typedef enum emu_order {
+    EMU_ORDER_ASCENDING = 0,
+    EMU_ORDER_DESCENDING,
+    EMU_ORDER_RANDOM
+} emu_order_t;
+
+void emu_set_order(emu_order_t wanted, uint32_t seed);
+
+#define EMU_ERROR_KERNEL 1 /* no registered kernel has this address */
+#define EMU_ERROR_SHAPE 2  /* more threads, blocks or shared memory than a device takes */
+/** Can it be launched? 0, or one of the errors above. Units: param_bytes_out: of its parameter. */
+int emu_check(const void *address, const unsigned grid[3], const unsigned block[3],
+              size_t shared_bytes, size_t *param_bytes_out);
+/** Runs a kernel, which was checked, to its end. */
+void emu_launch(const void *address, const unsigned grid[3], const unsigned block[3], void *params,
+                size_t shared_bytes);
+
+/** The largest number of bytes that the doubles give out at once; 0 = no limit. For tests of what
+ * happens when memory runs out. */
+void emu_set_memory(size_t bytes);
+/** The nth call from now on that can fail fails, and only that one; 0 = none. Answers how far away
+ * the one was that the last call had asked for; 0: it was reached. For tests. */
+uint32_t emu_fail_at(uint32_t nth);
+/** Graphs launched since the process began. */
+uint64_t emu_graphs(void);
+/** Bytes given out and not freed. */
+size_t emu_memory_used(void);
+/** Launches since the process began. */
+uint64_t emu_launches(void);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,61 @@
+"""A cluster whose nodes run the CUDA backend in the emulator: the tokens and logits of one process on
+the CPU, bit for bit, whichever side has a device, with KV handed over between the two kinds."""
+import os
+import sys
+import tempfile
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "e2e"))
+from cluster import Cluster, Skip, main, test
+from one_process import ask, one_process, reference_prompts
+
+STEPS = 3
+DEVICE = ("--backend", "cuda", "--device-kv", "64M")
+
+
+def programs(options, folder):
+    """A folder of programs with the emulator's nodes among them."""
+    if os.environ.get("TANDEM_GPU"):
+        return options.bin  # on a real one
+    emulated = os.path.join(os.path.abspath(options.bin), "emu")
+    if not os.path.exists(os.path.join(emulated, "tandem-decode")):
+        raise Skip("not built (thread sanitizer, no clang++ or no CUDA headers)")
+    for name in os.listdir(options.bin):
+        path = os.path.join(os.path.abspath(options.bin), name)
+        if os.path.isfile(path):
+            own = os.path.join(emulated, name)
+            os.symlink(own if os.path.exists(own) else path, os.path.join(folder, name))
+    return folder
+
+
+def check(options, **sides):
+    prompts = [ids[:20] for ids in reference_prompts("v00")]
+    expected = one_process(options, prompts, STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        with Cluster(programs(options, folder), http_timeout_s=240,
+                     router_args=["--allow-placement"], **sides) as c:
+            for ids, want in zip(prompts, expected):
+                answer, _ = ask(c, ids, STEPS,
+                                tandem={"prefill": "prefill-1", "decode": "decode-1"})
+                assert answer == want, (answer, want)
+            for node in ("prefill-1", "decode-1"):
+                assert "level=error" not in c.log(node)
+
+
+@test
+def test_i1_a_device_computes_prompts_for_a_cpu(options):
+    check(options, prefill_args=DEVICE)
+
+
+@test
+def test_i1_a_cpu_computes_prompts_for_a_device(options):
+    check(options, decode_args=DEVICE)
+
+
+@test
+def test_i1_two_nodes_on_one_device(options):
+    check(options, prefill_args=DEVICE, decode_args=DEVICE)
+
+
+if __name__ == "__main__":
+    main()
