@@ -3,13 +3,19 @@
 # files that libraries look for. Of each package it names the version (/var/lib/dpkg/status.d, which
 # scanners read) and has the licence. Runs in the stage of an image that builds.
 #
-# usage: deploy/image/collect.sh ROOT PROGRAM...
+# usage: deploy/image/collect.sh [--rdma] ROOT PROGRAM...
+#   --rdma  also what speaks to RDMA adapters (Debian's package ibverbs-providers)
 set -euo pipefail
 
 NAME=tandem
 ID=65532
+rdma=0
+if [[ ${1:-} == --rdma ]]; then
+    rdma=1
+    shift
+fi
 [[ $# -ge 2 ]] || {
-    sed -n 's/^# usage/usage/p' "$0" >&2
+    sed -n 's/^# \(usage.*\)/\1/p; s/^#\(   --.*\)/\1/p' "$0" >&2
     exit 2
 }
 root=$1
@@ -63,6 +69,21 @@ take_plugins() {
             take_library "$plugin"
             take_libraries_of "$plugin"
         done
+    done
+}
+
+# libibverbs reads which there are from a folder of files, one line each: "driver NAME", which is
+# libNAME-rdmavVERSION.so in a folder of its own.
+take_providers() {
+    local file name provider
+    for file in /etc/libibverbs.d/*.driver; do
+        name=$(sed -n 's/^driver //p' "$file")
+        for provider in /usr/lib/*/libibverbs/lib"$name"-rdmav*.so; do
+            [[ -e $provider ]] || fail "no provider $name: --rdma needs the package ibverbs-providers"
+            take_library "$provider"
+            take_libraries_of "$provider"
+        done
+        install -D -m 0644 "$file" "$root$file"
     done
 }
 
@@ -120,6 +141,7 @@ for program in "$@"; do
     take_program "$program"
 done
 take_plugins
+[[ $rdma -eq 0 ]] || take_providers
 write_accounts
 write_certificates
 write_packages

@@ -19,7 +19,8 @@ import yaml  # noqa: E402
 from cluster import ROOT, Skip, main, shared, test  # noqa: E402
 
 K8S = os.path.join(ROOT, "deploy", "k8s")
-OVERLAYS = ("single-node-cpu", "multi-node-cpu", "edge")
+OVERLAYS = ("single-node-cpu", "multi-node-cpu", "edge", "gpu-rdma")
+DOCKERFILES = ("Dockerfile", "Dockerfile.cuda", "etcd.Dockerfile")
 SCHEMAS = "1.32"  # of this Kubernetes
 UNITS = {"k": 10 ** 3, "M": 10 ** 6, "G": 10 ** 9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 _built = {}
@@ -312,12 +313,49 @@ def test_alerts_become_rules_of_the_operator(options):
 
 
 @test
+def test_dockerfiles_are_linted(options):
+    hadolint = os.path.join(os.path.dirname(sys.executable), "hadolint")
+    for name in DOCKERFILES:
+        path = os.path.join(ROOT, "deploy/image", name)
+        done = subprocess.run([hadolint, "--no-color", path], stdout=subprocess.PIPE, check=False)
+        assert done.returncode == 0, done.stdout.decode()
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        # What it does not look at: files that are copied and programs that are run are there.
+        for source in re.findall(r"^COPY (?!--from)(\S+) ", text, re.MULTILINE):
+            assert os.path.exists(os.path.join(ROOT, source)), (name, source)
+        for program in re.findall(r"(?:RUN|&&) (deploy/\S+)", text):
+            assert os.access(os.path.join(ROOT, program), os.X_OK), (name, program)
+        assert re.search(r"^USER 65532:65532$", text, re.MULTILINE), name
+
+
+@test
+def test_devices_are_whole_and_asked_for_once(options):
+    """Extended resources and huge pages can't be overcommitted: what is asked for is what is had."""
+    found = 0
+    for overlay in OVERLAYS:
+        files = configs(overlay)
+        for role, _, container in pods(overlay):
+            resources = container["resources"]
+            special = {name: value for name, value in resources["limits"].items()
+                       if "/" in name or name.startswith("hugepages-")}
+            assert all(resources["requests"].get(name) == value for name, value in special.items())
+            wants = role in files and files[role][1].get("backend") == "cuda"
+            assert wants == ("nvidia.com/gpu" in special), (overlay, role)
+            assert wants == ("-cuda:" in container["image"]), (overlay, role)
+            if wants:
+                assert size(special["hugepages-2Mi"]) > size(files[role][1]["kv-memory"] + "i")
+            found += wants
+    assert found == 2
+
+
+@test
 def test_versions_are_one(options):
     """What the programs say, what images are labelled with, and what the overlays want."""
     said = subprocess.run([os.path.join(options.bin, "tandem-router"), "--version"],
                           stdout=subprocess.PIPE, check=True).stdout.decode()
     version = re.search(r"\d+\.\d+\.\d+", said).group(0)
-    for name in ("Dockerfile", "etcd.Dockerfile"):
+    for name in DOCKERFILES:
         with open(os.path.join(ROOT, "deploy/image", name), encoding="utf-8") as file:
             text = file.read()
         assert set(re.findall(r"ARG VERSION=(\S+)|-t \S+:(\S+)", text)) == \
