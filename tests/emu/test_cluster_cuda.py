@@ -28,16 +28,18 @@ def programs(options, folder):
     return folder
 
 
-def check(options, **sides):
+def check(options, speculation=({},), **sides):
+    """Each way of drafting gives the tokens and hashes of one process."""
     prompts = [ids[:20] for ids in reference_prompts("v00")]
     expected = one_process(options, prompts, STEPS)
     with tempfile.TemporaryDirectory() as folder:
         with Cluster(programs(options, folder), http_timeout_s=240,
                      router_args=["--allow-placement"], **sides) as c:
             for ids, want in zip(prompts, expected):
-                answer, _ = ask(c, ids, STEPS,
-                                tandem={"prefill": "prefill-1", "decode": "decode-1"})
-                assert answer == want, (answer, want)
+                for drafts in speculation:
+                    answer, _ = ask(c, ids, STEPS, **drafts,
+                                    tandem={"prefill": "prefill-1", "decode": "decode-1"})
+                    assert answer == want, (drafts, answer, want)
             for node in ("prefill-1", "decode-1"):
                 assert "level=error" not in c.log(node)
 
@@ -49,7 +51,9 @@ def test_i1_a_device_computes_prompts_for_a_cpu(options):
 
 @test
 def test_i1_a_cpu_computes_prompts_for_a_device(options):
-    check(options, decode_args=DEVICE)
+    """Verification of drafts, and drafts of the model's first layers, are passes of the device, too."""
+    check(options, [{"speculation": {"drafter": "none", "k": 0}},
+                    {"speculation": {"drafter": "early_exit", "k": 2}}], decode_args=DEVICE)
 
 
 @test

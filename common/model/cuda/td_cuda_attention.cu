@@ -11,10 +11,6 @@
 #define CODEC_F8 1u
 #define CODEC_I8 2u
 
-#define SKIP_PART 0u  /* the query sees nothing of the span */
-#define FIRST_PART 1u /* the total is the part */
-#define ADD_PART 2u
-
 DEV float float_from_f8(uint32_t code)
 {
     const uint32_t sign = (code & 0x80u) << 24;

@@ -98,6 +98,8 @@ struct td_model_device {
 /** Plans a pass: maps blocks to places, uploads those that are not there, and fills the host side
  * of what kernels read. Errors: TD_ERR_NO_MEMORY, TD_ERR_IO. */
 TD_MUST_CHECK td_status_t td_cuda_plan(td_model_device_t *d, const td_model_t *m);
+/** As td_model_device_ops_t.forward. */
+TD_MUST_CHECK td_status_t td_cuda_forward(td_model_device_t *d, td_model_t *m);
 /** Computes a few rows of the first layer on the device and on the CPU and compares their bits:
  * what I1 rests on is how this device, and the compiler that made its code, round. The layer is
  * loaded on both. Errors: TD_ERR_UNSUPPORTED (they differ), TD_ERR_NO_MEMORY, TD_ERR_IO. */

@@ -196,9 +196,6 @@ typedef struct td_cuda_move {
     uint32_t to_pool;
 } td_cuda_move_t;
 
-/** Copies tokens' KV between blocks and a staging buffer: [row][layer][K, V][kv_head]{ row_bytes,
- * then all scales of the row }. */
-
 /** A row's token: td_sampler_pick() without bias, penalties, top_k and top_p. Grid: rows. */
 typedef struct td_cuda_draw {
     const float *logits;      /* [row][vocab] */

@@ -28,13 +28,6 @@ static inline void cuda_set_order(uint32_t order)
     }
 }
 
-/** Skips the test where there is no device, which the emulator always has. */
-static inline bool cuda_is_there(void)
-{
-    int count = 0;
-    return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
-
 static inline void *device_alloc(size_t bytes)
 {
     void *address = NULL;
