@@ -525,7 +525,9 @@ static void measure(dcn_node_t *d)
 
     b->took_ns = td_now_ns() - b->started_ns;
     td_metric_observe_ns(d->batch_seconds, b->took_ns);
-    td_step_cost_observe(&d->step_cost, b->row_count, b->took_ns - b->draft_ns);
+    if (b->status == TD_OK) {
+        td_step_cost_observe(&d->step_cost, b->row_count, b->took_ns - b->draft_ns);
+    }
     dcn_draft_measure(d);
     for (uint32_t i = 0; i < b->part_count; i++) {
         rows += b->parts[i].rows;
@@ -548,6 +550,9 @@ void dcn_batch_progress(dcn_node_t *d)
     if (b->status != TD_OK) {
         TD_LOG_ERROR("decode step failed", "status=%s rows=%u", td_status_name(b->status),
                      b->row_count);
+    }
+    if (b->status == TD_ERR_IO) {
+        td_node_fail(&d->node); /* a device that has failed once fails ever after */
     }
     for (uint32_t i = 0; i < b->part_count; i++) {
         b->parts[i].ticket->computing = false;

@@ -270,6 +270,7 @@ int main(int argc, char **argv)
         rc = start(&node) == TD_OK ? 0 : 1;
         if (rc == 0) {
             run(&node);
+            rc = node.node.failed ? 1 : 0;
         }
         stop(&node);
     }

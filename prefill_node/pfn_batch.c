@@ -340,12 +340,16 @@ void pfn_batch_progress(pfn_node_t *p)
     }
     took_ns = td_now_ns() - p->batch.started_ns;
     td_metric_observe_ns(p->batch_seconds, took_ns);
-    p->tokens_per_s = p->batch.row_count * TD_NS_PER_S / TD_MAX(took_ns, 1ull);
-    pfn_rate_add(&p->compute_rate,
-                 (double)p->batch.row_count / td_node_layout(&p->node)->block_tokens, took_ns);
-    if (p->batch.status != TD_OK) {
+    if (p->batch.status == TD_OK) {
+        p->tokens_per_s = p->batch.row_count * TD_NS_PER_S / TD_MAX(took_ns, 1ull);
+        pfn_rate_add(&p->compute_rate,
+                     (double)p->batch.row_count / td_node_layout(&p->node)->block_tokens, took_ns);
+    } else {
         TD_LOG_ERROR("forward pass failed", "status=%s rows=%u", td_status_name(p->batch.status),
                      p->batch.row_count);
+    }
+    if (p->batch.status == TD_ERR_IO) {
+        td_node_fail(&p->node); /* a device that has failed once fails ever after */
     }
     for (uint32_t i = 0; i < p->batch.part_count; i++) {
         finish_part(p, &p->batch.parts[i]);

@@ -118,13 +118,18 @@ void td_model_kv_changed(td_model_t *model, uint32_t block);
 typedef void (*td_model_layers_fn)(void *ctx, uint32_t layer_begin, uint32_t layer_end);
 
 /** Runs one pass: reads earlier positions' KV through the block tables, writes each row's own.
- * Shape:  pool_bytes [block], as td_kv_layout.h has it, blocks td_kv_block_bytes()
- *         apart. logits_out [rows that want logits, in row order][vocab_size] f32, lent by the
- * model until the next pass. Units:  layers_step in layers: on_layers is called about every so
- * many; 0 = once, at the end. Errors: TD_ERR_INVALID (a token, position or count out of range;
- * nothing was written), and of a device TD_ERR_NO_MEMORY (it does not hold the pass's blocks) and
- * TD_ERR_IO (it fails): then what the pass wrote is not to be used. Cost:   O(rows * weights + rows
- * * context). */
+ *
+ * Shape:  pool_bytes [block], as td_kv_layout.h has it, blocks td_kv_block_bytes() apart;
+ *         logits_out [rows that want logits, in row order][vocab_size] f32, lent by the model until
+ *         the next pass.
+ *
+ * Units:  layers_step in layers: on_layers is called about every so many; 0 = once, at the end.
+ *
+ * Errors: TD_ERR_INVALID (a token, position or count out of range; nothing was written), and of a
+ *         device TD_ERR_NO_MEMORY (it does not hold the pass's blocks) and TD_ERR_IO (it fails, and
+ *         will go on failing): then what the pass wrote is not to be used.
+ *
+ * Cost:   O(rows * weights + rows * context). */
 TD_MUST_CHECK td_status_t td_model_forward(td_model_t *model, uint8_t *pool_bytes,
                                            const td_model_row_t *rows, uint32_t row_count,
                                            uint32_t layers_step, td_model_layers_fn on_layers,

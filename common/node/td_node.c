@@ -254,6 +254,11 @@ static uint32_t take_signals(int fd)
     return count;
 }
 
+void td_node_fail(td_node_t *n)
+{
+    n->failed = true;
+}
+
 bool td_node_ends(td_node_t *n, bool signalled, uint32_t work, uint32_t offers)
 {
     const uint64_t now = td_now_ns();
@@ -265,6 +270,10 @@ bool td_node_ends(td_node_t *n, bool signalled, uint32_t work, uint32_t offers)
         n->draining = true;
         n->drain_begin_ns = now;
         signals--;
+    }
+    if (n->failed) {
+        TD_LOG_ERROR("stopping", "why=\"the device fails\" requests=%u", work);
+        return true;
     }
     if (!n->draining) {
         return false;

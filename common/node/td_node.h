@@ -113,6 +113,7 @@ typedef struct td_node {
     uint32_t drafters; /* registered: a bit of each drafter that a decode node offers */
     bool draining;     /* takes no new work; told with heartbeats */
     uint64_t drain_begin_ns;
+    bool failed; /* td_node_fail() */
 } td_node_t;
 
 typedef struct td_node_setup {
@@ -135,6 +136,9 @@ typedef struct td_node_setup {
 TD_MUST_CHECK td_status_t td_node_open(td_node_t *node, const td_node_setup_t *setup);
 /** Speaks to the routers: call at least every TD_NODE_TICK_MS. */
 void td_node_tick(td_node_t *node, const td_msg_heartbeat_t *load);
+/** What the node needs to go on does not work any more: td_node_ends() says so next, and the
+ * process ends with an error. Whoever is asked in its place goes on with what it had (I9). */
+void td_node_fail(td_node_t *node);
 /** Does the loop end? The first signal makes the node drain: it takes no new work, and ends once
  * nothing is under way and what it offered to the store has been fetched, at the next signal, or
  * after --drain-ms. Shape: work, requests under way; offers, blocks pinned for the store. */

@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "common/kv/td_pool.h"
 #include "common/model/td_model.h"
 
 #define BENCH_CONTEXT_MAX (1u << 20)
@@ -49,8 +50,9 @@ void bench_print_figures(json_t *figures, bool as_json);
 /** A model with a KV pool of its own, its blocks in order. */
 typedef struct bench_model_run {
     td_model_t *model;
-    uint8_t *pool;    /* zeroed; blocks td_kv_block_bytes() apart */
-    uint32_t *blocks; /* [block_count]: 0, 1, 2... */
+    uint8_t *pool;     /* zeroed; blocks td_kv_block_bytes() apart */
+    td_pool_t *mapped; /* over it, as nodes give a device theirs */
+    uint32_t *blocks;  /* [block_count]: 0, 1, 2... */
     uint32_t block_count;
 } bench_model_run_t;
 

@@ -149,7 +149,8 @@ int bench_model_open(const char *path, const td_model_options_t *options, uint32
     run->block_count = sequences * td_kv_blocks_for(kv, sequence_tokens);
     run->pool = td_calloc(run->block_count, td_kv_block_bytes(kv));
     run->blocks = td_calloc(run->block_count, sizeof(*run->blocks));
-    if (run->pool == NULL || run->blocks == NULL) {
+    if (run->pool == NULL || run->blocks == NULL ||
+        td_pool_create(run->pool, run->block_count, td_kv_block_bytes(kv), &run->mapped) != TD_OK) {
         (void)bench_usage_error("no memory for %u KV blocks", run->block_count);
         bench_model_close(run);
         return BENCH_EXIT_FAILED;
@@ -157,12 +158,17 @@ int bench_model_open(const char *path, const td_model_options_t *options, uint32
     for (uint32_t i = 0; i < run->block_count; i++) {
         run->blocks[i] = i;
     }
+    td_model_use_pool(run->model, run->mapped);
     return BENCH_EXIT_OK;
 }
 
 void bench_model_close(bench_model_run_t *run)
 {
+    if (run->model != NULL) {
+        td_model_use_pool(run->model, NULL);
+    }
     td_model_destroy(run->model);
+    td_pool_destroy(run->mapped);
     td_free(run->pool);
     td_free(run->blocks);
     *run = (bench_model_run_t){0};

@@ -61,5 +61,25 @@ def test_i1_two_nodes_on_one_device(options):
     check(options, prefill_args=DEVICE, decode_args=DEVICE)
 
 
+@test
+def test_i9_a_device_that_fails_ends_its_node_and_another_answers(options):
+    """The process ends with an error, so that whoever runs it starts it anew."""
+    if os.environ.get("TANDEM_GPU"):
+        raise Skip("a real device is not broken on purpose")
+    prompts = [ids[:20] for ids in reference_prompts("v00")][:1]
+    expected = one_process(options, prompts, STEPS)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as own:
+        dead = os.path.join(own, "dead")
+        with Cluster(programs(options, folder), decode=2, http_timeout_s=240,
+                     router_args=["--allow-placement"], args_of={"decode-1": DEVICE},
+                     env={"EMU_DEAD_FILE": dead}) as c:
+            with open(dead, "wb"):
+                pass
+            answer, _ = ask(c, prompts[0], STEPS, tandem={"prefill": "prefill-1", "decode": "decode-1"})
+            assert answer == expected[0], (answer, expected[0])
+            c.wait_until(lambda: not c.alive("decode-1"), 30, "the node with the device has ended")
+            assert 'msg="stopping" why="the device fails"' in c.log("decode-1")
+
+
 if __name__ == "__main__":
     main()

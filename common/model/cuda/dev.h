@@ -97,10 +97,10 @@ DEV float dev_float_from_half(uint16_t half)
     return __half2float(__ushort_as_half(half));
 }
 
-/* Nearest integer, ties to even. */
+/* Nearest integer, ties to even; a NaN gives the least, as the CPU's conversions do. */
 DEV int32_t dev_round(float value)
 {
-    return __float2int_rn(value);
+    return value == value ? __float2int_rn(value) : INT32_MIN;
 }
 
 DEV unsigned dev_lowest_bit(uint32_t bits)

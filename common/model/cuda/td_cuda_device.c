@@ -131,7 +131,7 @@ static td_status_t open_device(td_model_device_t *d, const td_model_t *m)
     }
     TD_LOG_INFO("device opened", "device=%d capability=%d.%d multiprocessors=%u", d->index, major,
                 minor, d->multiprocessors);
-    return td_cuda_launch_init(m->info.kv.head_dim, m->info.embed_dim);
+    return td_cuda_launch_init(d->index, m->info.kv.head_dim, m->info.embed_dim);
 }
 
 static td_status_t make_streams(td_model_device_t *d)
@@ -321,7 +321,8 @@ static void pin(td_model_device_t *d, size_t i, void *address, size_t bytes)
     if (cudaHostRegister(address, bytes, cudaHostRegisterDefault) == cudaSuccess) {
         d->pinned[i] = address;
     } else {
-        (void)cudaGetLastError(); /* slower, nothing else */
+        TD_LOG_WARN("results not pinned: no pass is kept as a graph", "bytes=%zu error=%s", bytes,
+                    cudaGetErrorName(cudaGetLastError()));
     }
 }
 
@@ -368,8 +369,17 @@ static void device_use_pool(td_model_device_t *d, const td_pool_t *pool)
     }
     d->registered = NULL;
     d->mapped = NULL;
+    if (d->mirror != NULL) {
+        td_cuda_mirror_forget_all(d->mirror); /* epochs of another pool begin anew */
+    }
     if (pool == NULL) {
         return;
+    }
+    if (td_pool_counts(pool).total > d->places) {
+        TD_LOG_WARN("the device holds fewer blocks than the pool",
+                    "device_blocks=%u blocks=%llu why=\"a pass over more ends its requests\" "
+                    "try=\"less --kv-memory, or more --device-kv\"",
+                    d->places, (unsigned long long)td_pool_counts(pool).total);
     }
     bytes = td_pool_counts(pool).total * td_pool_block_bytes(pool);
     if (cudaHostRegister(td_pool_base(pool), bytes, cudaHostRegisterMapped) != cudaSuccess) {
@@ -378,9 +388,12 @@ static void device_use_pool(td_model_device_t *d, const td_pool_t *pool)
         return;
     }
     d->registered = td_pool_base(pool);
-    if (cudaHostGetDevicePointer(&address, d->registered, 0) == cudaSuccess) {
-        d->mapped = address;
+    if (cudaHostGetDevicePointer(&address, d->registered, 0) != cudaSuccess) {
+        TD_LOG_WARN("kv memory not mapped into the device: blocks are copied behind each pass",
+                    "bytes=%zu error=%s", bytes, cudaGetErrorName(cudaGetLastError()));
+        return;
     }
+    d->mapped = address;
 }
 
 static void device_changed(td_model_device_t *d, uint32_t block)

@@ -67,6 +67,7 @@ td_status_t td_cuda_graphs_run(td_cuda_graphs_t *g, cudaStream_t stream,
 {
     td_cuda_graph_t *e = find(g, shape);
     const bool seen = e->used != 0;
+    td_status_t status = TD_OK;
 
     e->used = ++g->turn;
     if (seen && e->exec == NULL && !e->broken) {
@@ -76,8 +77,13 @@ td_status_t td_cuda_graphs_run(td_cuda_graphs_t *g, cudaStream_t stream,
     if (e->exec == NULL) {
         return launch(ctx);
     }
-    g->kept++;
-    return td_cuda_check(cudaGraphLaunch(e->exec, stream), "cudaGraphLaunch");
+    status = td_cuda_check(cudaGraphLaunch(e->exec, stream), "cudaGraphLaunch");
+    if (status == TD_OK) {
+        g->kept++;
+    } else {
+        entry_fini(e); /* what failed is made anew */
+    }
+    return status;
 }
 
 void td_cuda_graphs_clear(td_cuda_graphs_t *g)

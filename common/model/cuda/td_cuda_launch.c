@@ -63,8 +63,13 @@ static size_t norm_shared(uint32_t dim)
     return ((size_t)dim + 8) * sizeof(float);
 }
 
-static td_status_t allow_shared(kernel_t kernel, size_t bytes)
+static td_status_t allow_shared(kernel_t kernel, size_t bytes, int shared_max)
 {
+    if (bytes > (size_t)shared_max) {
+        TD_LOG_ERROR("a kernel needs more shared memory than the device has",
+                     "bytes=%zu device_bytes=%d", bytes, shared_max);
+        return TD_ERR_UNSUPPORTED;
+    }
     return td_cuda_check(cudaFuncSetAttribute(address_of(kernel),
                                               cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               (int)bytes),
@@ -81,22 +86,28 @@ static const attention_kernels_t *find_attention(uint32_t head_dim)
     return NULL;
 }
 
-td_status_t td_cuda_launch_init(uint32_t head_dim, uint32_t embed_dim)
+td_status_t td_cuda_launch_init(int device, uint32_t head_dim, uint32_t embed_dim)
 {
     const attention_kernels_t *a = find_attention(head_dim);
+    int max = 0;
 
+    TD_TRY(
+        td_cuda_check(cudaDeviceGetAttribute(&max, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                      "cudaDeviceGetAttribute"));
     for (uint32_t wide = 0; wide < 2; wide++) {
-        TD_TRY(allow_shared(nibbles[wide].few, td_cuda_product_shared(TD_CUDA_NIBBLE, wide, 0)));
-        TD_TRY(allow_shared(nibbles[wide].many, td_cuda_product_shared(TD_CUDA_NIBBLE, wide, 1)));
+        TD_TRY(
+            allow_shared(nibbles[wide].few, td_cuda_product_shared(TD_CUDA_NIBBLE, wide, 0), max));
+        TD_TRY(
+            allow_shared(nibbles[wide].many, td_cuda_product_shared(TD_CUDA_NIBBLE, wide, 1), max));
     }
     for (uint32_t form = TD_CUDA_BYTE; form <= TD_CUDA_BF16; form++) {
-        TD_TRY(allow_shared(others[form].few, td_cuda_product_shared(form, 1, 0)));
-        TD_TRY(allow_shared(others[form].many, td_cuda_product_shared(form, 1, 1)));
+        TD_TRY(allow_shared(others[form].few, td_cuda_product_shared(form, 1, 0), max));
+        TD_TRY(allow_shared(others[form].many, td_cuda_product_shared(form, 1, 1), max));
     }
     TD_ASSERT(a != NULL);
-    TD_TRY(allow_shared(td_cuda_norm, norm_shared(embed_dim)));
-    TD_TRY(allow_shared(a->few, td_cuda_attention_shared(head_dim, TD_CUDA_FEW_QUERIES)));
-    return allow_shared(a->many, td_cuda_attention_shared(head_dim, TD_CUDA_MANY_QUERIES));
+    TD_TRY(allow_shared(td_cuda_norm, norm_shared(embed_dim), max));
+    TD_TRY(allow_shared(a->few, td_cuda_attention_shared(head_dim, TD_CUDA_FEW_QUERIES), max));
+    return allow_shared(a->many, td_cuda_attention_shared(head_dim, TD_CUDA_MANY_QUERIES), max);
 }
 
 bool td_cuda_attention_has(uint32_t head_dim, uint32_t group)

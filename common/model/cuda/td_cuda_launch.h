@@ -14,8 +14,8 @@
 TD_MUST_CHECK td_status_t td_cuda_check(cudaError_t error, const char *what);
 /** Lets kernels take the shared memory they need. Once for each device, before launches.
  * Units:  head_dim: of the attention that is wanted; embed_dim: of the norms.
- * Errors: TD_ERR_IO (the device has less). */
-TD_MUST_CHECK td_status_t td_cuda_launch_init(uint32_t head_dim, uint32_t embed_dim);
+ * Errors: TD_ERR_UNSUPPORTED (the device has less: a line says so), TD_ERR_IO. */
+TD_MUST_CHECK td_status_t td_cuda_launch_init(int device, uint32_t head_dim, uint32_t embed_dim);
 
 /** Is there an attention kernel for this size of a head, and so many heads of a KV head? */
 bool td_cuda_attention_has(uint32_t head_dim, uint32_t group);

@@ -39,7 +39,8 @@ size_t td_cuda_pass_lay(const td_model_t *m, uint32_t tables_max, uint8_t *base,
 /* --- blocks ----------------------------------------------------------------------------------- */
 
 /* The block's place, with the host's bytes in it where `fresh` does not say that the pass writes
- * all of it that anyone reads. */
+ * all of it that anyone reads. Where whole blocks go back to the host, though, what another request
+ * has left behind those tokens would go with them: the host's zeros travel, and have a checksum. */
 static td_status_t place_block(td_model_device_t *d, const td_model_t *m, uint32_t block,
                                bool fresh, uint32_t *place_out)
 {
@@ -55,7 +56,7 @@ static td_status_t place_block(td_model_device_t *d, const td_model_t *m, uint32
                      d->places, block_bytes);
         return status;
     }
-    if (!valid && !fresh) {
+    if (!valid && (!fresh || d->mapped == NULL)) {
         TD_TRY(td_cuda_check(cudaMemcpyAsync(d->pool + *place_out * block_bytes,
                                              m->pass.pool + block * block_bytes, block_bytes,
                                              cudaMemcpyHostToDevice, d->compute),
@@ -245,6 +246,7 @@ td_status_t td_cuda_plan(td_model_device_t *d, const td_model_t *m)
     const td_model_pass_t *p = &m->pass;
     uint32_t blocks = 0;
 
+    TD_ASSERT(d->mapped == NULL || (const void *)p->pool == d->registered);
     d->few_count = 0;
     d->many_count = 0;
     d->table_count = 0;
