@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """What programs are linked with, as an SPDX 2.3 document in JSON: each shared library that the loader finds for
-them, with the package of the system that it comes from.
+them, with the package of the system that it comes from, and CUDA's runtime where it is part of them.
 
 usage: deploy/sbom.py PROGRAM... > sbom.spdx.json
 """
@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -39,6 +40,29 @@ def describe(package):
     return (run("dpkg-query", "-W", "-f", form, package).split("\n") + [""] * 5)[:5]
 
 
+CUDA_RUNTIME = "cuda-cudart-static"
+CUDA_RUNTIME_MARK = b"/cudart.shm."  # a name that it has for its own use, also without symbols
+
+
+def has_cuda_runtime(program):
+    with open(program, "rb") as file:
+        return CUDA_RUNTIME_MARK in file.read()
+
+
+def cuda_runtime():
+    """Its entry. A static library has no package to ask: the version is the compiler's that brought it."""
+    entry = {
+        "SPDXID": spdx_id("Static", CUDA_RUNTIME), "name": CUDA_RUNTIME,
+        "downloadLocation": "NOASSERTION", "filesAnalyzed": False, "licenseConcluded": "NOASSERTION",
+        "licenseDeclared": "NOASSERTION", "copyrightText": "NOASSERTION",
+        "supplier": "Organization: NVIDIA Corporation"}
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    version = re.search(r"V([0-9.]+)", run(nvcc, "--version")) if os.path.exists(nvcc) else None
+    if version:
+        entry["versionInfo"] = version.group(1)
+    return entry
+
+
 def spdx_id(*words):
     return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(words))
 
@@ -64,6 +88,12 @@ def document(programs):
             "checksums": [{"algorithm": "SHA256", "checksumValue": digest(program)}]})
         relations.append({"spdxElementId": "SPDXRef-DOCUMENT", "relationshipType": "DESCRIBES",
                           "relatedSpdxElement": me})
+        if has_cuda_runtime(program):
+            if CUDA_RUNTIME not in known:
+                packages.append(cuda_runtime())
+                known[CUDA_RUNTIME] = packages[-1]["SPDXID"]
+            relations.append({"spdxElementId": me, "relationshipType": "STATIC_LINK",
+                              "relatedSpdxElement": known[CUDA_RUNTIME]})
         for path in sorted(needs[program]):
             owner = owners.get(path)
             key = owner or path

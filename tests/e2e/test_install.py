@@ -118,6 +118,11 @@ def test_sbom_names_what_programs_are_linked_with(options):
                 names[relation["relatedSpdxElement"]]["name"])
     assert linked["tandem-router"] >= {"libzmq5", "libmicrohttpd12", "libjansson4", "libsodium23", "libc6"}
     assert "liblmdb0" in linked["tandem-kvstore"] and "liblmdb0" not in linked["tandem-router"]
+    static = {names[relation["spdxElementId"]]["name"] for relation in bom["relationships"]
+              if relation["relationshipType"] == "STATIC_LINK"}
+    with open(programs[1], "rb") as file:
+        with_cuda = b"cudaErrorCudartUnloading" in file.read()
+    assert static == ({"tandem-decode"} if with_cuda else set())
     debian = [p for p in names.values() if p["SPDXID"].startswith("SPDXRef-Package")]
     assert all(p["versionInfo"] and p["externalRefs"] for p in debian), debian
 

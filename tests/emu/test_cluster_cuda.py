@@ -1,6 +1,7 @@
 """A cluster whose nodes run the CUDA backend in the emulator: the tokens and logits of one process on
 the CPU, bit for bit, whichever side has a device, with KV handed over between the two kinds."""
 import os
+import re
 import sys
 import tempfile
 
@@ -41,7 +42,10 @@ def check(options, speculation=({},), **sides):
                                     tandem={"prefill": "prefill-1", "decode": "decode-1"})
                     assert answer == want, (drafts, answer, want)
             for node in ("prefill-1", "decode-1"):
-                assert "level=error" not in c.log(node)
+                # What is slower than it should be has the same bits.
+                slower = re.findall(r"level=error.*|.*(?:not mapped|not pinned|kernel by kernel).*",
+                                    c.log(node))
+                assert not slower, slower
 
 
 @test
