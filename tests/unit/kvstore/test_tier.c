@@ -902,6 +902,26 @@ static void test_tier_killed_at_any_time(void **state)
     }
 }
 
+/* Reads what this process logs until that is in it. */
+static void await_log(int fd, const char *text)
+{
+    char log[4096];
+    size_t len = 0;
+
+    while (len + 1 < sizeof(log)) {
+        const ssize_t got = read(fd, log + len, sizeof(log) - 1 - len);
+        if (got <= 0) {
+            break;
+        }
+        len += (size_t)got;
+        log[len] = '\0';
+        if (strstr(log, text) != NULL) {
+            return;
+        }
+    }
+    _exit(4);
+}
+
 /* A disk that never answers: everything else goes on, the queue fills, the end comes. */
 static void test_i6_tier_stuck_disk_holds_up_nobody(void **state)
 {
@@ -916,14 +936,23 @@ static void test_i6_tier_stuck_disk_holds_up_nobody(void **state)
         td_block_key_t key = key_of(1);
         uint64_t hash = td_block_content_hash(block_of(1), BLOCK_BYTES);
         uint64_t began = 0;
-        uint32_t taken = 0;
+        uint32_t taken = 1;
+        int log[2];
         struct pollfd answer = {.events = POLLIN};
         if (td_fault_init("tier_write:hang:2") != TD_OK) {
             _exit(77);
         }
+        if (pipe(log) != 0 || dup2(log[1], STDERR_FILENO) < 0) {
+            _exit(5);
+        }
+        td_log_init("test", TD_LOG_LEVEL_WARN);
         open_tier(w);
         put(w, 0);
         began = td_now_ns();
+        if (kvs_tier_put(w->tier, &key, hash, block_of(1)) != TD_OK) {
+            _exit(1);
+        }
+        await_log(log[0], "fault injected"); /* else the read below may come before that write */
         while (kvs_tier_put(w->tier, &key, hash, block_of(1)) == TD_OK) {
             taken++;
         }
