@@ -21,8 +21,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 UNIT_LIMIT_S = 120
 SLOW_LIMIT_S = 300  # under sanitizers, and for whole-model tests
 SLOW = re.compile(r"/test_(model|reference|cuda_model|cuda_reference)\b")
-WAITING_LANES = 2
-# Mostly wait, for deaths to be noticed: so many run beside the others.
+# Mostly wait, for deaths to be noticed: they run beside the others, one after the other.
 WAITING = re.compile(r"^tests/chaos/|/test_(failover|drain|ha|hosts|cluster_hosts|routers)\.py$|/unit/coord/")
 SCRIPT_LIMIT_S = 600
 SCRIPT_SAN_LIMIT_S = 1800
@@ -195,7 +194,7 @@ def report(outcomes):
 
 
 class Lanes:
-    """Some files at a time: one that computes, and WAITING_LANES that mostly wait."""
+    """Two files at a time: one that computes, and one that mostly waits."""
 
     def __init__(self, args, files):
         self.verbose = args.verbose
@@ -207,18 +206,16 @@ class Lanes:
         self.stopped = False
 
     def run_all(self):
+        beside = threading.Thread(target=self._run_lane, args=(self.waiting,), daemon=True)
         if self.verbose:
             self._run_lane(self.waiting)
-            self._run_lane(self.computing)
-            return
-        beside = [threading.Thread(target=self._run_lane, args=(self.waiting,), daemon=True)
-                  for _ in range(WAITING_LANES)]
-        for lane in beside:
-            lane.start()
+        else:
+            beside.start()
         self._run_lane(self.computing)
-        for lane in beside:
-            while lane.is_alive():
-                lane.join(timeout=1)  # an interrupt is seen in between
+        if not self.verbose:
+            self._run_lane(self.waiting)  # what is left of them, two at a time
+        while beside.is_alive():
+            beside.join(timeout=1)  # an interrupt is seen in between
 
     def stop(self):
         self.stopped = True
