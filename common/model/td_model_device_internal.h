@@ -8,7 +8,6 @@
 #include "common/model/td_model_internal.h"
 
 typedef struct td_model_device_ops {
-    const char *name;
     /** Opens the device. Everything but weights is allocated here; m has its sizes and tables.
      * Errors: TD_ERR_UNSUPPORTED (no such device, or a shape it has no kernel for),
      *         TD_ERR_NO_MEMORY, TD_ERR_IO (the device fails); a line says which. */

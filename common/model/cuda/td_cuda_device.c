@@ -360,6 +360,7 @@ static td_status_t device_start(td_model_device_t *d, const td_model_t *m)
 static void device_use_pool(td_model_device_t *d, const td_pool_t *pool)
 {
     void *address = NULL;
+    size_t total = 0;
     size_t bytes = 0;
 
     (void)cudaSetDevice(d->index);
@@ -375,25 +376,24 @@ static void device_use_pool(td_model_device_t *d, const td_pool_t *pool)
     if (pool == NULL) {
         return;
     }
-    if (td_pool_counts(pool).total > d->places) {
+    total = td_pool_counts(pool).total;
+    if (total > d->places) {
         TD_LOG_WARN("the device holds fewer blocks than the pool",
                     "device_blocks=%u blocks=%llu why=\"a pass over more ends its requests\" "
                     "try=\"less --kv-memory, or more --device-kv\"",
-                    d->places, (unsigned long long)td_pool_counts(pool).total);
+                    d->places, (unsigned long long)total);
     }
-    bytes = td_pool_counts(pool).total * td_pool_block_bytes(pool);
-    if (cudaHostRegister(td_pool_base(pool), bytes, cudaHostRegisterMapped) != cudaSuccess) {
+    bytes = total * td_pool_block_bytes(pool);
+    if (cudaHostRegister(td_pool_base(pool), bytes, cudaHostRegisterMapped) == cudaSuccess) {
+        d->registered = td_pool_base(pool);
+        if (cudaHostGetDevicePointer(&address, d->registered, 0) == cudaSuccess) {
+            d->mapped = address;
+        }
+    }
+    if (d->mapped == NULL) {
         TD_LOG_WARN("kv memory not mapped into the device: blocks are copied behind each pass",
                     "bytes=%zu error=%s", bytes, cudaGetErrorName(cudaGetLastError()));
-        return;
     }
-    d->registered = td_pool_base(pool);
-    if (cudaHostGetDevicePointer(&address, d->registered, 0) != cudaSuccess) {
-        TD_LOG_WARN("kv memory not mapped into the device: blocks are copied behind each pass",
-                    "bytes=%zu error=%s", bytes, cudaGetErrorName(cudaGetLastError()));
-        return;
-    }
-    d->mapped = address;
 }
 
 static void device_changed(td_model_device_t *d, uint32_t block)
@@ -402,7 +402,6 @@ static void device_changed(td_model_device_t *d, uint32_t block)
 }
 
 const td_model_device_ops_t td_cuda_device_ops = {
-    .name = "cuda",
     .create = device_create,
     .load = device_load,
     .start = device_start,

@@ -220,17 +220,30 @@ typedef struct pass_launch {
     const td_model_t *m;
 } pass_launch_t;
 
+static td_status_t embed(const td_model_device_t *d, const td_model_t *m)
+{
+    const td_cuda_embed_t p = {.w = d->embed, .tokens = d->device.tokens, .x = d->x};
+
+    return td_cuda_launch_embed(d->compute, &p, m->pass.row_count);
+}
+
+static td_status_t layers(const td_model_device_t *d, const td_model_t *m, uint32_t begin,
+                          uint32_t end)
+{
+    for (uint32_t layer = begin; layer < end; layer++) {
+        TD_TRY(attention_block(d, m, layer));
+        TD_TRY(feed_forward_block(d, m, layer));
+    }
+    return TD_OK;
+}
+
 /* The kernels of a whole pass, and what it hands out. */
 static td_status_t launch_pass(void *ctx)
 {
     const pass_launch_t *p = ctx;
-    const td_cuda_embed_t embed = {.w = p->d->embed, .tokens = p->d->device.tokens, .x = p->d->x};
 
-    TD_TRY(td_cuda_launch_embed(p->d->compute, &embed, p->m->pass.row_count));
-    for (uint32_t layer = 0; layer < p->m->pass.layers; layer++) {
-        TD_TRY(attention_block(p->d, p->m, layer));
-        TD_TRY(feed_forward_block(p->d, p->m, layer));
-    }
+    TD_TRY(embed(p->d, p->m));
+    TD_TRY(layers(p->d, p->m, 0, p->m->pass.layers));
     return output_head(p->d, p->m);
 }
 
@@ -246,17 +259,13 @@ static td_status_t run_steps(td_model_device_t *d, const td_model_t *m)
 {
     const td_model_pass_t *p = &m->pass;
     const uint32_t step = p->layers_step == 0 ? p->layers : p->layers_step;
-    const td_cuda_embed_t embed = {.w = d->embed, .tokens = d->device.tokens, .x = d->x};
     uint32_t turn = 0;
     uint32_t begin = 0;
 
-    TD_TRY(td_cuda_launch_embed(d->compute, &embed, p->row_count));
+    TD_TRY(embed(d, m));
     for (; begin < p->layers; begin += step, turn ^= 1) {
         const uint32_t end = TD_MIN(begin + step, p->layers);
-        for (uint32_t layer = begin; layer < end; layer++) {
-            TD_TRY(attention_block(d, m, layer));
-            TD_TRY(feed_forward_block(d, m, layer));
-        }
+        TD_TRY(layers(d, m, begin, end));
         TD_TRY(send_layers(d, m, begin, end, turn));
         if (begin > 0) {
             TD_TRY(report_layers(d, m, begin - step, begin, turn ^ 1));

@@ -7,31 +7,18 @@
 #include <cmocka.h>
 
 #include "common/base/td_log.h"
-#include "tests/unit/cuda/test_cuda_rig.h"
-#include "tests/unit/model/test_model_rig.h"
+#include "tests/unit/cuda/test_cuda_model_rig.h"
 
 uint32_t emu_fail_at(uint32_t nth) __attribute__((weak));
 size_t emu_memory_used(void) __attribute__((weak));
 
 enum { TRIES_MAX = 2000, TOKENS = 20 };
 
-static td_gguf_t *open_tiny(tiny_t *tiny)
-{
-    td_gguf_t *gguf = NULL;
-
-    tiny_init(tiny, &(tiny_spec_t){.type = TD_GGUF_Q4_1, .untied = true});
-    assert_int_equal(td_gguf_open_bytes(tiny->bytes, tiny->len, &gguf), TD_OK);
-    return gguf;
-}
+static const tiny_spec_t tiny_spec = {.type = TD_GGUF_Q4_1, .untied = true};
 
 static td_model_options_t device_options(void)
 {
-    td_model_options_t options = default_options();
-
-    options.backend = TD_BACKEND_CUDA;
-    options.rows_max = 32;
-    options.device_kv_bytes = 1u << 20;
-    return options;
+    return cuda_options(32, 1u << 20);
 }
 
 static bool can_fail(void)
@@ -60,7 +47,7 @@ static void test_loading_survives_every_failure(void **state)
 
     (void)state;
     (void)can_fail();
-    gguf = open_tiny(&tiny);
+    gguf = open_tiny(&tiny, &tiny_spec);
     for (int which = 0; which < 2; which++) {
         td_model_t *model = NULL;
         td_status_t status = TD_ERR_INTERNAL;
@@ -102,7 +89,7 @@ static void test_a_pass_survives_every_failure(void **state)
 
     (void)state;
     (void)can_fail();
-    gguf = open_tiny(&tiny);
+    gguf = open_tiny(&tiny, &tiny_spec);
     for (int kind = 0; kind < 3; kind++) {
         const int kept = kind == 2;
         td_pool_t *pool = NULL;
@@ -112,10 +99,7 @@ static void test_a_pass_survives_every_failure(void **state)
         rig_t rig;
         rig_init(&rig, gguf, &options, 1, TOKENS);
         if (kind > 0) {
-            assert_int_equal(td_pool_create(rig.pool, rig.sequence_blocks,
-                                            td_kv_block_bytes(&rig.info->kv), &pool),
-                             TD_OK);
-            td_model_use_pool(rig.model, pool);
+            pool = rig_use_pool(&rig, rig.sequence_blocks);
         }
         prefill(&rig, 0, TOKENS, 32, want);
         for (bool reached = true; reached;) {
@@ -160,14 +144,12 @@ static void test_a_pool_that_cannot_be_mapped(void **state)
 
     (void)state;
     (void)can_fail();
-    gguf = open_tiny(&tiny);
+    gguf = open_tiny(&tiny, &tiny_spec);
     for (uint32_t nth = 0; nth <= 3; nth++) { /* choosing the device, registering, mapping */
         td_pool_t *pool = NULL;
         rig_t rig;
         rig_init(&rig, gguf, &options, 1, TOKENS);
-        assert_int_equal(
-            td_pool_create(rig.pool, rig.sequence_blocks, td_kv_block_bytes(&rig.info->kv), &pool),
-            TD_OK);
+        pool = rig_pool(&rig, rig.sequence_blocks);
         (void)emu_fail_at(nth);
         td_model_use_pool(rig.model, pool);
         (void)emu_fail_at(0);

@@ -6,30 +6,15 @@
 #include <stdint.h>
 #include <cmocka.h>
 
-#include "tests/unit/cuda/test_cuda_rig.h"
-#include "tests/unit/model/test_model_rig.h"
+#include "tests/unit/cuda/test_cuda_model_rig.h"
 
 void emu_set_memory(size_t bytes) __attribute__((weak));
 uint64_t emu_graphs(void) __attribute__((weak));
 size_t emu_memory_used(void) __attribute__((weak));
 
-static td_gguf_t *open_tiny(tiny_t *tiny, const tiny_spec_t *spec)
-{
-    td_gguf_t *gguf = NULL;
-
-    tiny_init(tiny, spec);
-    assert_int_equal(td_gguf_open_bytes(tiny->bytes, tiny->len, &gguf), TD_OK);
-    return gguf;
-}
-
 static td_model_options_t device_options(void)
 {
-    td_model_options_t options = default_options();
-
-    options.backend = TD_BACKEND_CUDA;
-    options.rows_max = 64;
-    options.device_kv_bytes = 8u << 20;
-    return options;
+    return cuda_options(64, 8u << 20);
 }
 
 /* The same prompt on both, in chunks, then some tokens more: logits and blocks. */
@@ -47,10 +32,7 @@ static void check_model(const tiny_spec_t *spec, td_model_options_t options, uin
         options.backend = side == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
         rig_init(&rigs[side], gguf, &options, 1, tokens);
         if (side == 1 && turn++ % 2 == 0) {
-            assert_int_equal(td_pool_create(rigs[1].pool, rigs[1].sequence_blocks,
-                                            td_kv_block_bytes(&rigs[1].info->kv), &pool),
-                             TD_OK);
-            td_model_use_pool(rigs[1].model, pool);
+            pool = rig_use_pool(&rigs[1], rigs[1].sequence_blocks);
         }
         prefill(&rigs[side], 0, tokens, chunk, logits[side]);
     }
@@ -168,10 +150,7 @@ static void test_decoding_by_graphs_has_the_bits_of_the_cpu(void **state)
         rig_t rig;
         options.backend = side == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
         rig_init(&rig, gguf, &options, SEQUENCES, LONG + STEPS);
-        assert_int_equal(td_pool_create(rig.pool, SEQUENCES * rig.sequence_blocks,
-                                        td_kv_block_bytes(&rig.info->kv), &pool),
-                         TD_OK);
-        td_model_use_pool(rig.model, pool);
+        pool = rig_use_pool(&rig, SEQUENCES * rig.sequence_blocks);
         for (uint32_t s = 0; s < SEQUENCES; s++) {
             prefill(&rig, s, s == 0 ? LONG : SHORT * s, 64, ignored);
         }
@@ -244,10 +223,7 @@ static void test_layers_are_announced_when_they_are_with_the_host(void **state)
         options.backend = turn == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
         rig_init(&rig, gguf, &options, 1, 32);
         if (turn % 2 == 1) {
-            assert_int_equal(td_pool_create(rig.pool, rig.sequence_blocks,
-                                            td_kv_block_bytes(&rig.info->kv), &pool),
-                             TD_OK);
-            td_model_use_pool(rig.model, pool);
+            pool = rig_use_pool(&rig, rig.sequence_blocks);
         }
         for (uint32_t i = 0; i < ANNOUNCED_ROWS; i++) {
             set_row(&rig, i, 0, i, i + 1 == ANNOUNCED_ROWS);

@@ -20,15 +20,6 @@ static const char *const masks[] = {"window:1",     "window:20",        "window:
 static const char *const isas[] = {"portable", "avx2", "avx512"};
 static const td_isa_t isa_values[] = {TD_ISA_PORTABLE, TD_ISA_AVX2, TD_ISA_AVX512};
 
-static td_gguf_t *open_tiny(const tiny_spec_t *spec, tiny_t *tiny)
-{
-    td_gguf_t *gguf = NULL;
-
-    tiny_init(tiny, spec);
-    assert_int_equal(td_gguf_open_bytes(tiny->bytes, tiny->len, &gguf), TD_OK);
-    return gguf;
-}
-
 static void test_masked_models_match_the_textbook(void **state)
 {
     static tiny_cache_t cache;
@@ -39,7 +30,7 @@ static void test_masked_models_match_the_textbook(void **state)
         double worst = 0;
         tiny_t tiny;
         rig_t rig;
-        td_gguf_t *gguf = open_tiny(&(tiny_spec_t){.type = TD_GGUF_F32}, &tiny);
+        td_gguf_t *gguf = open_tiny(&tiny, &(tiny_spec_t){.type = TD_GGUF_F32});
 
         options.precision = TD_PRECISION_EXACT;
         options.kv_codec = (td_kv_codec_t)(m % TD_KV_CODECS);
@@ -109,7 +100,7 @@ static void test_masked_models_have_the_same_bits(void **state)
         tiny_t tiny;
         rig_t kept;
         td_gguf_t *gguf =
-            open_tiny(&(tiny_spec_t){.type = TD_GGUF_Q4_1, .context = LONG_CONTEXT}, &tiny);
+            open_tiny(&tiny, &(tiny_spec_t){.type = TD_GGUF_Q4_1, .context = LONG_CONTEXT});
 
         options.attention = masks[m];
         options.isa = TD_ISA_PORTABLE;
@@ -148,7 +139,7 @@ static void test_masked_batches_have_the_same_bits(void **state)
         tiny_t tiny;
         rig_t rig;
         td_gguf_t *gguf =
-            open_tiny(&(tiny_spec_t){.type = TD_GGUF_Q8_0, .context = LONG_CONTEXT}, &tiny);
+            open_tiny(&tiny, &(tiny_spec_t){.type = TD_GGUF_Q8_0, .context = LONG_CONTEXT});
 
         options.attention = masks[m];
         rig_init(&rig, gguf, &options, SEQUENCES, LONG_TOKENS);
@@ -186,7 +177,7 @@ static void test_masked_rows_across_a_span_have_the_same_bits(void **state)
         tiny_t tiny;
         rig_t rig;
         td_gguf_t *gguf =
-            open_tiny(&(tiny_spec_t){.type = TD_GGUF_Q4_0, .context = LONG_CONTEXT}, &tiny);
+            open_tiny(&tiny, &(tiny_spec_t){.type = TD_GGUF_Q4_0, .context = LONG_CONTEXT});
 
         options.attention = masks[m];
         rig_init(&rig, gguf, &options, 1, LONG_TOKENS);
@@ -225,8 +216,8 @@ static void compare_attention(const tiny_spec_t *spec_a, const td_model_options_
     tiny_t tiny_b;
     rig_t rig_a;
     rig_t rig_b;
-    td_gguf_t *gguf_a = open_tiny(spec_a, &tiny_a);
-    td_gguf_t *gguf_b = open_tiny(spec_b, &tiny_b);
+    td_gguf_t *gguf_a = open_tiny(&tiny_a, spec_a);
+    td_gguf_t *gguf_b = open_tiny(&tiny_b, spec_b);
 
     rig_init(&rig_a, gguf_a, a, 1, LONG_TOKENS);
     rig_init(&rig_b, gguf_b, b, 1, LONG_TOKENS);
@@ -300,7 +291,7 @@ static td_status_t try_load(const tiny_spec_t *spec, const char *attention, uint
     td_model_options_t options = default_options();
     td_model_t *model = NULL;
     tiny_t tiny;
-    td_gguf_t *gguf = open_tiny(spec, &tiny);
+    td_gguf_t *gguf = open_tiny(&tiny, spec);
     td_status_t status = TD_OK;
 
     options.attention = attention;

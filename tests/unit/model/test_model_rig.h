@@ -23,6 +23,16 @@ static inline td_model_options_t default_options(void)
                                 .block_tokens = 16};
 }
 
+/** Owner: the caller closes it, and ends the tiny model behind it. */
+static inline td_gguf_t *open_tiny(tiny_t *tiny, const tiny_spec_t *spec)
+{
+    td_gguf_t *gguf = NULL;
+
+    tiny_init(tiny, spec);
+    assert_int_equal(td_gguf_open_bytes(tiny->bytes, tiny->len, &gguf), TD_OK);
+    return gguf;
+}
+
 static inline void rig_init(rig_t *rig, const td_gguf_t *gguf, const td_model_options_t *options,
                             uint32_t sequences, uint32_t tokens)
 {
