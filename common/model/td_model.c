@@ -2,6 +2,7 @@
 
 #include "common/base/td_base.h"
 #include "common/base/td_log.h"
+#include "common/model/td_deal.h"
 #include "common/model/td_model_device_internal.h"
 #include "common/model/td_model_internal.h"
 
@@ -10,13 +11,22 @@
 
 /* One thread's view of a pass. Work on rows is dealt out by rows, products by pairs of panels,
  * attention by (segment, KV head) or some rows of it; each number is computed by one thread from
- * its first to its last term, so how work is dealt out cannot change it. */
+ * its first to its last term, so how work is dealt out cannot change it.
+ *
+ * A pass of one row would have all threads wait for the one whose row it is. So each has a residual
+ * stream of its own there, adds to it and norms it by itself, to the same numbers. */
 typedef struct worker {
     td_model_t *m;
     uint32_t thread;
     uint32_t threads;
     uint32_t row_begin; /* this thread's rows: [row_begin, row_end) */
     uint32_t row_end;
+    bool has_own;              /* x, normed and acts are its own, of the pass's only row */
+    float *x;                  /* [row][embed_dim] */
+    float *normed;             /* [row][embed_dim] */
+    const td_cpu_acts_t *acts; /* of normed */
+    uint32_t norm_begin;       /* rows of x that it adds to and norms */
+    uint32_t norm_end;
 } worker_t;
 
 static void sync_threads(const worker_t *w)
@@ -67,45 +77,96 @@ static void quantise_rows(const td_model_t *m, const float *src, uint32_t dim, u
     quantise_range(m, &m->acts, src, &range, users, user_count);
 }
 
-/* Outputs [begin, end), in pairs of panels, of y = matrix * src, for all rows. */
-static void product_pairs(const worker_t *w, const td_cpu_matrix_t *matrix,
-                          const td_cpu_acts_t *quantised, float *src, uint32_t rows, float *y,
-                          uint32_t begin, uint32_t end)
-{
-    td_cpu_acts_t acts = *quantised;
+/* Matrices that multiply the same rows, and where their results go. Shape: y [row][outputs]. */
+typedef struct product_job {
+    const td_cpu_matrix_t *const *matrices;
+    float *const *y;
+    size_t count;
+    td_cpu_acts_t acts;
+    uint32_t rows;
+} product_job_t;
 
-    acts.f32 = src;
-    w->m->ops->product(matrix, &acts, rows, y, begin * 2, end * 2, w->m->scratch[w->thread]);
+static product_job_t begin_products(const worker_t *w, const td_cpu_matrix_t *const *matrices,
+                                    float *const *y, size_t count, const td_cpu_acts_t *acts,
+                                    float *src, uint32_t rows)
+{
+    const td_cpu_ops_t *ops = w->m->ops;
+    product_job_t job = {.matrices = matrices, .y = y, .count = count, .acts = *acts, .rows = rows};
+
+    job.acts.f32 = src;
+    for (size_t i = 0; ops->prepare != NULL && job.acts.prepared == NULL && i < count; i++) {
+        job.acts.prepared = ops->prepare(matrices[i], &job.acts, rows, w->m->scratch[w->thread]);
+    }
+    return job;
 }
 
-/* This thread's outputs. */
-static void product(const worker_t *w, const td_cpu_matrix_t *matrix,
-                    const td_cpu_acts_t *quantised, float *src, uint32_t rows, float *y)
+static uint32_t count_pairs(const td_cpu_matrix_t *const *matrices, size_t count)
 {
-    uint32_t pairs = matrix->panels / 2;
+    uint32_t pairs = 0;
 
-    product_pairs(w, matrix, quantised, src, rows, y,
-                  td_threads_share(pairs, w->thread, w->threads),
-                  td_threads_share(pairs, w->thread + 1, w->threads));
+    for (size_t i = 0; i < count; i++) {
+        pairs += matrices[i]->panels / 2;
+    }
+    return pairs;
+}
+
+/* Pairs of panels [begin, end) of one matrix. */
+static void multiply(const worker_t *w, const product_job_t *job, size_t i, uint32_t begin,
+                     uint32_t end)
+{
+    w->m->ops->product(job->matrices[i], &job->acts, job->rows, job->y[i], begin * 2, end * 2,
+                       w->m->scratch[w->thread]);
+}
+
+/* A step of products: td_deal_next() was called with their count_pairs(). */
+static void products(const worker_t *w, const td_cpu_matrix_t *const *matrices, float *const *y,
+                     size_t count, const td_cpu_acts_t *acts, float *src, uint32_t rows)
+{
+    const product_job_t job = begin_products(w, matrices, y, count, acts, src, rows);
+    uint32_t begin = 0;
+    uint32_t end = 0;
+
+    while (td_deal_take(w->m->deal, w->thread, &begin, &end)) {
+        uint32_t first = 0; /* pair of this matrix */
+        for (size_t i = 0; i < count && first < end; i++) {
+            const uint32_t pairs = matrices[i]->panels / 2;
+            if (begin < first + pairs) {
+                multiply(w, &job, i, TD_MAX(begin, first) - first,
+                         TD_MIN(end, first + pairs) - first);
+            }
+            first += pairs;
+        }
+    }
 }
 
 static void embed_rows(const worker_t *w)
 {
     td_model_t *m = w->m;
+    for (size_t row = w->norm_begin; row < w->norm_end; row++) {
+        td_cpu_unpack_row(&m->embed, m->pass.rows[row].token, w->x + row * m->info.embed_dim);
+    }
     for (size_t row = w->row_begin; row < w->row_end; row++) {
-        td_cpu_unpack_row(&m->embed, m->pass.rows[row].token, m->x + row * m->info.embed_dim);
         if (m->pass.rows[row].position >= m->rope_positions) {
             td_model_rope_row(m, m->pass.rows[row].position, m->rope_far + row * m->rope_dim);
         }
     }
 }
 
-static void norm_rows(const worker_t *w, const float *weight)
+/* Norms and quantises what these matrices multiply; everybody has everything behind it. */
+static void norm_rows(const worker_t *w, const float *weight, const td_cpu_matrix_t *const *users,
+                      size_t user_count)
 {
     td_model_t *m = w->m;
     const uint32_t dim = m->info.embed_dim;
-    for (size_t row = w->row_begin; row < w->row_end; row++) {
-        m->ops->rms_norm(m->x + row * dim, weight, dim, m->norm_eps, m->normed + row * dim);
+    const act_range_t range = {
+        .dim = dim, .row_begin = w->norm_begin, .row_end = w->norm_end, .end = dim};
+
+    for (size_t row = w->norm_begin; row < w->norm_end; row++) {
+        m->ops->rms_norm(w->x + row * dim, weight, dim, m->norm_eps, w->normed + row * dim);
+    }
+    quantise_range(m, w->acts, w->normed, &range, users, user_count);
+    if (!w->has_own) {
+        sync_threads(w);
     }
 }
 
@@ -113,8 +174,8 @@ static void add_rows(const worker_t *w)
 {
     td_model_t *m = w->m;
     const uint32_t dim = m->info.embed_dim;
-    for (size_t row = w->row_begin; row < w->row_end; row++) {
-        m->ops->add(m->x + row * dim, m->y + row * dim, dim);
+    for (size_t row = w->norm_begin; row < w->norm_end; row++) {
+        m->ops->add(w->x + row * dim, m->y + row * dim, dim);
     }
 }
 
@@ -303,52 +364,78 @@ static void attention_rows(const worker_t *w, uint32_t layer)
     }
 }
 
+static void deal_qkv(const worker_t *w, const td_model_layer_t *l)
+{
+    const td_cpu_matrix_t *const qkv[] = {&l->q, &l->k, &l->v};
+    td_deal_next(w->m->deal, w->thread, count_pairs(qkv, TD_ARRAY_LEN(qkv)));
+}
+
 static void attention_block(const worker_t *w, uint32_t layer)
 {
     td_model_t *m = w->m;
     td_model_layer_t *l = &m->layers[layer];
     const uint32_t rows = m->pass.row_count;
     const td_cpu_matrix_t *const qkv[] = {&l->q, &l->k, &l->v};
+    float *const qkv_out[] = {m->q, m->k, m->v};
+    const td_cpu_matrix_t *const o[] = {&l->o};
 
-    norm_rows(w, l->attn_norm);
-    quantise_rows(m, m->normed, m->info.embed_dim, w->row_begin, w->row_end, qkv, 3);
-    sync_threads(w);
-    product(w, &l->q, &m->acts, m->normed, rows, m->q);
-    product(w, &l->k, &m->acts, m->normed, rows, m->k);
-    product(w, &l->v, &m->acts, m->normed, rows, m->v);
+    norm_rows(w, l->attn_norm, qkv, TD_ARRAY_LEN(qkv));
+    products(w, qkv, qkv_out, TD_ARRAY_LEN(qkv), w->acts, w->normed, rows);
+    td_deal_next(m->deal, w->thread, count_pairs(o, 1));
     sync_threads(w);
     attention_rows(w, layer);
-    product(w, &l->o, &m->acts, m->attn, rows, m->y);
-    sync_threads(w);
-    add_rows(w);
+    products(w, o, &m->y, 1, &m->acts, m->attn, rows);
 }
 
-/* gate, up, SwiGLU and the quantised input of down, for this thread's share of the feed-forward
- * elements of all rows: whole groups, so nobody else needs to wait. */
-static void gate_up(const worker_t *w, td_model_layer_t *l)
+/* Feed-forward elements come in pieces of whole groups: whoever has gate and up of one can quantise
+ * it alone. */
+#define GROUP_PAIRS (TD_CPU_GROUP / TD_CPU_PAIR)
+/* At one time: their activations stay near. */
+#define GATE_UP_GROUPS 4u
+
+static uint32_t count_ff_groups(const td_model_layer_t *l)
+{
+    return (l->gate.panels / 2 + GROUP_PAIRS - 1) / GROUP_PAIRS;
+}
+
+/* gate, up, SwiGLU and the quantised input of down, of groups [begin, end). */
+static void gate_up_groups(const worker_t *w, const td_model_layer_t *l, const product_job_t *job,
+                           uint32_t begin, uint32_t end)
 {
     td_model_t *m = w->m;
     const uint32_t ff = m->info.ff_dim;
-    const uint32_t rows = m->pass.row_count;
-    const uint32_t pairs = l->gate.panels / 2;
-    const uint32_t group_pairs = TD_CPU_GROUP / (2 * TD_CPU_PANEL);
-    const uint32_t shares = (pairs + group_pairs - 1) / group_pairs;
-    const uint32_t begin = td_threads_share(shares, w->thread, w->threads) * group_pairs;
-    const uint32_t end =
-        TD_MIN(td_threads_share(shares, w->thread + 1, w->threads) * group_pairs, pairs);
+    const uint32_t pair_begin = begin * GROUP_PAIRS;
+    const uint32_t pair_end = TD_MIN(end * GROUP_PAIRS, l->gate.panels / 2);
     const td_cpu_matrix_t *const down[] = {&l->down};
     const act_range_t range = {.dim = ff,
-                               .row_end = rows,
-                               .begin = TD_MIN(begin * 2 * TD_CPU_PANEL, ff),
-                               .end = TD_MIN(end * 2 * TD_CPU_PANEL, ff)};
+                               .row_end = job->rows,
+                               .begin = TD_MIN(begin * TD_CPU_GROUP, ff),
+                               .end = TD_MIN(end * TD_CPU_GROUP, ff)};
 
-    product_pairs(w, &l->gate, &m->acts, m->normed, rows, m->gate, begin, end);
-    product_pairs(w, &l->up, &m->acts, m->normed, rows, m->up, begin, end);
-    for (size_t row = 0; row < rows; row++) {
+    multiply(w, job, 0, pair_begin, pair_end);
+    multiply(w, job, 1, pair_begin, pair_end);
+    for (size_t row = 0; row < job->rows; row++) {
         m->ops->swiglu(m->gate + row * ff + range.begin, m->up + row * ff + range.begin,
                        range.end - range.begin);
     }
     quantise_range(m, &m->acts_ff, m->gate, &range, down, 1);
+}
+
+static void gate_up(const worker_t *w, const td_model_layer_t *l)
+{
+    td_model_t *m = w->m;
+    const td_cpu_matrix_t *const matrices[] = {&l->gate, &l->up};
+    float *const y[] = {m->gate, m->up};
+    const product_job_t job =
+        begin_products(w, matrices, y, 2, w->acts, w->normed, m->pass.row_count);
+    uint32_t begin = 0;
+    uint32_t end = 0;
+
+    while (td_deal_take(m->deal, w->thread, &begin, &end)) {
+        for (; begin < end; begin = TD_MIN(begin + GATE_UP_GROUPS, end)) {
+            gate_up_groups(w, l, &job, begin, TD_MIN(begin + GATE_UP_GROUPS, end));
+        }
+    }
 }
 
 static void feed_forward_block(const worker_t *w, uint32_t layer)
@@ -356,13 +443,21 @@ static void feed_forward_block(const worker_t *w, uint32_t layer)
     td_model_t *m = w->m;
     td_model_layer_t *l = &m->layers[layer];
     const td_cpu_matrix_t *const users[] = {&l->gate, &l->up};
+    const td_cpu_matrix_t *const down[] = {&l->down};
 
-    norm_rows(w, l->ffn_norm);
-    quantise_rows(m, m->normed, m->info.embed_dim, w->row_begin, w->row_end, users, 2);
+    td_deal_next(m->deal, w->thread, count_ff_groups(l));
     sync_threads(w);
+    add_rows(w);
+    norm_rows(w, l->ffn_norm, users, TD_ARRAY_LEN(users));
     gate_up(w, l);
+    td_deal_next(m->deal, w->thread, count_pairs(down, 1));
     sync_threads(w);
-    product(w, &l->down, &m->acts_ff, m->gate, m->pass.row_count, m->y);
+    products(w, down, &m->y, 1, &m->acts_ff, m->gate, m->pass.row_count);
+    if (layer + 1 < m->pass.layers) {
+        deal_qkv(w, l + 1);
+    } else if (m->pass.logit_count > 0) {
+        td_deal_next(m->deal, w->thread, count_pairs(&m->head, 1));
+    }
     sync_threads(w);
     add_rows(w);
 }
@@ -373,37 +468,64 @@ static void output_head(const worker_t *w)
     td_model_t *m = w->m;
     const uint32_t dim = m->info.embed_dim;
     const uint32_t count = m->pass.logit_count;
-    const uint32_t begin = td_threads_share(count, w->thread, w->threads);
-    const uint32_t end = td_threads_share(count, w->thread + 1, w->threads);
-    const td_cpu_matrix_t *const head[] = {m->head};
+    const act_range_t range = {
+        .dim = dim,
+        .row_begin = w->has_own ? 0 : td_threads_share(count, w->thread, w->threads),
+        .row_end = w->has_own ? count : td_threads_share(count, w->thread + 1, w->threads),
+        .end = dim,
+    };
 
-    for (size_t i = begin; i < end; i++) {
-        m->ops->rms_norm(m->x + (size_t)m->logit_rows[i] * dim, m->output_norm, dim, m->norm_eps,
-                         m->normed + i * dim);
+    if (!w->has_own) {
+        sync_threads(w); /* x is complete */
     }
-    quantise_rows(m, m->normed, dim, begin, end, head, 1);
-    sync_threads(w);
-    product(w, m->head, &m->acts, m->normed, count, m->logits);
+    for (size_t i = range.row_begin; i < range.row_end; i++) {
+        m->ops->rms_norm(w->x + (size_t)m->logit_rows[i] * dim, m->output_norm, dim, m->norm_eps,
+                         w->normed + i * dim);
+    }
+    quantise_range(m, w->acts, w->normed, &range, &m->head, 1);
+    if (!w->has_own) {
+        sync_threads(w);
+    }
+    products(w, &m->head, &m->logits, 1, w->acts, w->normed, count);
+}
+
+static worker_t begin_worker(td_model_t *m, uint32_t thread, uint32_t threads)
+{
+    const uint32_t rows = m->pass.row_count;
+    worker_t w = {
+        .m = m,
+        .thread = thread,
+        .threads = threads,
+        .row_begin = td_threads_share(rows, thread, threads),
+        .row_end = td_threads_share(rows, thread + 1, threads),
+        .has_own = rows == 1,
+        .x = m->x,
+        .normed = m->normed,
+        .acts = &m->acts,
+    };
+
+    w.norm_begin = w.has_own ? 0 : w.row_begin;
+    w.norm_end = w.has_own ? 1 : w.row_end;
+    if (w.has_own && thread > 0) { /* thread 0 has those that td_model_hidden() lends */
+        w.x = m->own[thread].x;
+        w.normed = m->own[thread].normed;
+        w.acts = &m->own[thread].acts;
+    }
+    return w;
 }
 
 static void forward_thread(void *ctx, uint32_t thread_idx, uint32_t thread_count)
 {
     td_model_t *m = ctx;
-    const worker_t w = {
-        .m = m,
-        .thread = thread_idx,
-        .threads = thread_count,
-        .row_begin = td_threads_share(m->pass.row_count, thread_idx, thread_count),
-        .row_end = td_threads_share(m->pass.row_count, thread_idx + 1, thread_count),
-    };
+    const worker_t w = begin_worker(m, thread_idx, thread_count);
 
     embed_rows(&w);
+    deal_qkv(&w, m->layers);
     for (uint32_t layer = 0; layer < m->pass.layers; layer++) {
         attention_block(&w, layer);
         feed_forward_block(&w, layer);
     }
     if (m->pass.logit_count > 0) {
-        sync_threads(&w); /* x is complete */
         output_head(&w);
     }
 }

@@ -7,6 +7,7 @@
 #include "common/kv/td_pool.h"
 #include "common/model/cpu/td_cpu_ops.h"
 #include "common/model/td_model.h"
+#include "common/model/td_deal.h"
 #include "common/model/td_threads.h"
 
 typedef struct td_model_layer {
@@ -59,11 +60,19 @@ typedef struct td_model_pass {
     void *ctx;
 } td_model_pass_t;
 
+/** A thread's view of the only row of a pass. */
+typedef struct td_model_own {
+    float *x;           /* owned; [embed_dim] */
+    float *normed;      /* owned; [embed_dim] */
+    td_cpu_acts_t acts; /* owned; of normed */
+} td_model_own_t;
+
 struct td_model {
     td_model_info_t info;
     td_model_options_t options;
     const td_cpu_ops_t *ops;
     td_threads_t *threads;     /* owned */
+    td_deal_t *deal;           /* owned; NULL where a device runs the passes */
     td_model_device_t *device; /* owned; NULL: the CPU runs the passes */
     const td_pool_t *pool;     /* borrowed; NULL: whoever changes blocks says so */
 
@@ -100,6 +109,7 @@ struct td_model {
     td_cpu_acts_t acts_ff;        /* of down's input, written while others read acts */
     bool heads_are_groups;        /* a KV head's share of attn is whole groups */
     td_cpu_scratch_t **scratch;   /* owned; [threads] */
+    td_model_own_t *own;          /* owned; [threads], of thread 0 unused */
     td_model_segment_t *segments; /* [row] */
     uint32_t *segment_of;         /* [row] */
     td_model_item_t *items;       /* [row + TD_MODEL_PARTS_MAX] */

@@ -485,6 +485,13 @@ static void acts_fini(td_cpu_acts_t *acts)
     td_free(acts->sum16);
 }
 
+static td_status_t take_own(uint32_t dim, td_model_own_t *out)
+{
+    TD_TRY(take(1, dim, sizeof(float), &out->x));
+    TD_TRY(take(1, dim, sizeof(float), &out->normed));
+    return take_acts(1, dim, &out->acts);
+}
+
 /* Where a device runs the passes: what they hand out. */
 static td_status_t take_device_buffers(td_model_t *m)
 {
@@ -524,11 +531,13 @@ static td_status_t take_buffers(td_model_t *m)
     TD_TRY(take(m->options.logit_rows_max, 1, sizeof(*m->logit_rows), &m->logit_rows));
     TD_TRY(take(m->options.logit_rows_max, info->vocab_size, f, &m->logits));
     TD_TRY(take(m->options.threads, 1, sizeof(td_cpu_scratch_t *), &m->scratch));
+    TD_TRY(take(m->options.threads, 1, sizeof(*m->own), &m->own));
     for (uint32_t t = 0; t < m->options.threads; t++) {
         TD_TRY(td_cpu_scratch_create(info->kv.head_dim, info->heads / info->kv.kv_heads,
                                      (uint32_t)widest, &m->scratch[t]));
+        TD_TRY(take_own(info->embed_dim, &m->own[t]));
     }
-    return TD_OK;
+    return td_deal_create(m->options.threads, &m->deal);
 }
 
 /* --- load and destroy ----------------------------------------------------------------------- */
@@ -701,13 +710,19 @@ void td_model_destroy(td_model_t *m)
         layer_fini(&m->layers[i]);
     }
     td_free(m->layers);
+    td_deal_destroy(m->deal);
     for (uint32_t t = 0; m->scratch != NULL && t < m->options.threads; t++) {
         td_free(m->scratch[t]);
     }
-    void *const owned[] = {m->output_norm, m->rope,   m->x,          m->normed,     m->y,
-                           m->q,           m->k,      m->v,          m->attn,       m->gate,
-                           m->up,          m->logits, m->scratch,    m->segments,   m->segment_of,
-                           m->items,       m->parts,  m->logit_rows, m->rope_steps, m->rope_far};
+    for (uint32_t t = 0; m->own != NULL && t < m->options.threads; t++) {
+        td_free(m->own[t].x);
+        td_free(m->own[t].normed);
+        acts_fini(&m->own[t].acts);
+    }
+    void *const owned[] = {
+        m->output_norm, m->rope,  m->x,     m->normed,     m->y,          m->q,        m->k,
+        m->v,           m->attn,  m->gate,  m->up,         m->logits,     m->scratch,  m->segments,
+        m->segment_of,  m->items, m->parts, m->logit_rows, m->rope_steps, m->rope_far, m->own};
     for (size_t i = 0; i < TD_ARRAY_LEN(owned); i++) {
         td_free(owned[i]);
     }

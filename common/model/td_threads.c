@@ -22,9 +22,9 @@
 #define THREADS_PROBE_WAITS 64u /* one in so many spins as long as may be */
 #define THREADS_PAUSES 16u      /* between two looks at the clock */
 
-/* A number that only grows (modulo 2^32) and that threads can wait on. */
+/* A number that only grows and that threads can wait on. */
 typedef struct gate {
-    _Alignas(TD_CACHE_LINE_BYTES) atomic_uint value;
+    _Alignas(TD_CACHE_LINE_BYTES) atomic_uint_fast64_t value;
     _Alignas(TD_CACHE_LINE_BYTES) atomic_uint sleepers;
 } gate_t;
 
@@ -41,9 +41,8 @@ typedef struct worker {
 } worker_t;
 
 struct td_threads {
-    gate_t start;                                      /* one step for each run, and one to end */
-    gate_t barrier;                                    /* one step for each completed barrier */
-    _Alignas(TD_CACHE_LINE_BYTES) atomic_uint arrived; /* at the current barrier */
+    gate_t start;   /* runs so far, and one more to end */
+    gate_t barrier; /* arrivals so far: count of them complete a barrier */
     uint32_t count;
     uint32_t started;  /* workers that exist, without thread 0 */
     bool stop;         /* written before a step of start, read after it */
@@ -62,14 +61,14 @@ static void cpu_relax(void)
 #endif
 }
 
-/* True when the value has left `seen` in time. The acquire pairs with the release half of
- * gate_step(): what the stepping thread wrote before is visible after. */
-static bool gate_spin(gate_t *gate, uint32_t seen, uint64_t spin_ns)
+/* True when the value has come to `goal` in time. The acquire pairs with the additions: what the
+ * adding threads wrote before is visible after. */
+static bool gate_spin(gate_t *gate, uint64_t goal, uint64_t spin_ns)
 {
     uint64_t begin_ns = 0;
 
     for (uint32_t i = 1;; i++) {
-        if (atomic_load_explicit(&gate->value, memory_order_acquire) != seen) {
+        if (atomic_load_explicit(&gate->value, memory_order_acquire) >= goal) {
             return true;
         }
         cpu_relax();
@@ -84,55 +83,75 @@ static bool gate_spin(gate_t *gate, uint32_t seen, uint64_t spin_ns)
     }
 }
 
-/* Returns when the value has left `seen`; ordered as gate_spin(). Whoever spun in vain spins half
- * as long next time, who didn't twice as long. Now and then one spins as long as may be: were all
- * others running, it would see them come, and then trusts them again. Else waits a little longer
- * than the shortest spin would be slept through for ever, also on a machine that is quiet again. */
-static void gate_wait(gate_t *gate, uint32_t seen, patience_t *patience)
+/* The half of the value that changes always: a futex has 32 bits. */
+static const uint32_t *gate_word(const gate_t *gate)
+{
+    const bool big_endian = __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__;
+    return (const uint32_t *)(const void *)&gate->value + (big_endian ? 1 : 0);
+}
+
+/* Sequentially consistent with the additions and gate_wake(): either the adder sees this sleeper,
+ * or the sleeper sees the new value (here or in the kernel's comparison). Only the addition that
+ * makes the value come to a goal wakes; those before it change the word, too, which at worst wakes
+ * nobody. */
+static void gate_sleep(gate_t *gate, uint64_t goal)
+{
+    uint64_t seen = 0;
+
+    (void)atomic_fetch_add(&gate->sleepers, 1);
+    while ((seen = atomic_load(&gate->value)) < goal) {
+        (void)syscall(SYS_futex, gate_word(gate), FUTEX_WAIT_PRIVATE, (uint32_t)seen, NULL, NULL,
+                      0);
+    }
+    (void)atomic_fetch_sub(&gate->sleepers, 1);
+}
+
+/* Returns when the value has come to `goal`; ordered as gate_spin(). Whoever spun in vain spins
+ * half as long next time, who didn't twice as long. Now and then one spins as long as may be: were
+ * all others running, it would see them come, and then trusts them again. Else waits a little
+ * longer than the shortest spin would be slept through for ever, also on a machine that is quiet
+ * again. */
+static void gate_wait(gate_t *gate, uint64_t goal, patience_t *patience)
 {
     bool probe = ++patience->waits % THREADS_PROBE_WAITS == 0;
 
-    if (gate_spin(gate, seen, probe ? THREADS_SPIN_NS_MAX : patience->spin_ns)) {
+    if (gate_spin(gate, goal, probe ? THREADS_SPIN_NS_MAX : patience->spin_ns)) {
         patience->spin_ns =
             probe ? THREADS_SPIN_NS_MAX : TD_MIN(patience->spin_ns * 2, THREADS_SPIN_NS_MAX);
         return;
     }
     patience->spin_ns = TD_MAX(patience->spin_ns / 2, THREADS_SPIN_NS_MIN);
-    /* Sequentially consistent with gate_step(): either the stepper sees this sleeper, or the
-     * sleeper sees the new value (here or in the kernel's comparison). */
-    (void)atomic_fetch_add(&gate->sleepers, 1);
-    while (atomic_load(&gate->value) == seen) {
-        (void)syscall(SYS_futex, &gate->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-    }
-    (void)atomic_fetch_sub(&gate->sleepers, 1);
+    gate_sleep(gate, goal);
 }
 
-static void gate_step(gate_t *gate)
+static void gate_wake(gate_t *gate)
 {
-    (void)atomic_fetch_add(&gate->value, 1);
     if (atomic_load(&gate->sleepers) != 0) {
-        (void)syscall(SYS_futex, &gate->value, FUTEX_WAKE_PRIVATE, TD_THREADS_MAX, NULL, NULL, 0);
+        (void)syscall(SYS_futex, gate_word(gate), FUTEX_WAKE_PRIVATE, TD_THREADS_MAX, NULL, NULL,
+                      0);
     }
 }
 
+/* One addition both says that a thread has come and, of the last one, that all have: a flag of its
+ * own would cost a second trip of a cache line between the cores, and there are a hundred barriers
+ * and more in a pass of 2 ms. */
 void td_threads_barrier(td_threads_t *threads, uint32_t thread_idx)
 {
-    uint32_t seen = 0;
+    uint64_t before = 0;
+    uint64_t goal = 0;
 
     TD_ASSERT(thread_idx < threads->count);
     if (threads->count == 1) {
         return;
     }
-    /* Relaxed: the value cannot move before this thread has arrived. */
-    seen = atomic_load_explicit(&threads->barrier.value, memory_order_relaxed);
-    /* Acquire and release: the last to arrive has seen everyone's writes before it opens. */
-    if (atomic_fetch_add_explicit(&threads->arrived, 1, memory_order_acq_rel) + 1 ==
-        threads->count) {
-        atomic_store_explicit(&threads->arrived, 0, memory_order_relaxed);
-        gate_step(&threads->barrier);
-        return;
+    /* Release and, for the last one, acquire; sequentially consistent for those who sleep. */
+    before = atomic_fetch_add(&threads->barrier.value, 1);
+    goal = (before / threads->count + 1) * threads->count;
+    if (before + 1 == goal) {
+        gate_wake(&threads->barrier);
+    } else {
+        gate_wait(&threads->barrier, goal, &threads->patience[thread_idx]);
     }
-    gate_wait(&threads->barrier, seen, &threads->patience[thread_idx]);
 }
 
 static void *worker_main(void *arg)
@@ -140,8 +159,8 @@ static void *worker_main(void *arg)
     const worker_t *self = arg;
     td_threads_t *threads = self->threads;
 
-    for (uint32_t seen = 0;; seen++) {
-        gate_wait(&threads->start, seen, &threads->patience[self->idx]);
+    for (uint64_t runs = 1;; runs++) {
+        gate_wait(&threads->start, runs, &threads->patience[self->idx]);
         if (threads->stop) {
             return NULL;
         }
@@ -150,12 +169,18 @@ static void *worker_main(void *arg)
     }
 }
 
+static void start_workers(td_threads_t *threads)
+{
+    (void)atomic_fetch_add(&threads->start.value, 1);
+    gate_wake(&threads->start);
+}
+
 void td_threads_run(td_threads_t *threads, td_threads_fn fn, void *ctx)
 {
     threads->fn = fn;
     threads->ctx = ctx;
     if (threads->count > 1) {
-        gate_step(&threads->start);
+        start_workers(threads);
     }
     fn(ctx, 0, threads->count);
     td_threads_barrier(threads, 0);
@@ -172,7 +197,7 @@ void td_threads_destroy(td_threads_t *threads)
         return;
     }
     threads->stop = true;
-    gate_step(&threads->start);
+    start_workers(threads);
     for (uint32_t i = 0; i < threads->started; i++) {
         if (pthread_join(threads->workers[i].thread, NULL) != 0) {
             TD_LOG_WARN("worker thread not joined", "thread=%u", i + 1);

@@ -200,14 +200,15 @@ ALWAYS_INLINE void a8_big(const product_job_t *job, const td_cpu_scratch_t *s, u
 /* Int16 activations of few rows as high (signed) and low (unsigned) bytes, of each eight inputs in
  * the order in which a vector's low and high nibbles meet them: 0 4 1 5, then 2 6 3 7. A vector of
  * weights is then unpacked into two, not four. Shape: [row][group][4][high 0415, 2637, low ...]. */
-static const uint8_t *a16_bytes(const product_job_t *job, uint32_t rows, td_cpu_scratch_t *s)
+static const uint8_t *a16_bytes(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows,
+                                td_cpu_scratch_t *s)
 {
     const __m512i order =
         _mm512_broadcast_i32x4(_mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14));
-    const size_t groups = (size_t)rows * job->groups;
+    const size_t groups = (size_t)rows * w->inputs / TD_CPU_GROUP;
 
     for (size_t g = 0; g < groups; g++) {
-        const __m512i q = _mm512_loadu_si512(job->x->q16 + g * TD_CPU_GROUP);
+        const __m512i q = _mm512_loadu_si512(x->q16 + g * TD_CPU_GROUP);
         _mm512_store_si512(s->bytes + g * 64, _mm512_shuffle_epi8(q, order));
     }
     return s->bytes;
@@ -448,6 +449,13 @@ ALWAYS_INLINE void float_big(const product_job_t *job, const td_cpu_scratch_t *s
 
 #include "common/model/cpu/td_cpu_products.h"
 
+const uint8_t *td_cpu_avx512_prepare(const td_cpu_matrix_t *w, const td_cpu_acts_t *x,
+                                     uint32_t rows, td_cpu_scratch_t *scratch)
+{
+    return w->form == TD_CPU_NIBBLE_A16 && rows < BIG_ROWS_MIN ? a16_bytes(w, x, rows, scratch)
+                                                               : NULL;
+}
+
 void td_cpu_avx512_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows,
                            float *y, uint32_t panel_begin, uint32_t panel_end,
                            td_cpu_scratch_t *scratch)
@@ -458,9 +466,7 @@ void td_cpu_avx512_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uin
         /* A read of memory for each weight: wider vectors would win nothing. */
         td_cpu_avx2_product(w, x, rows, y, panel_begin, panel_end, scratch);
     } else {
-        if (w->form == TD_CPU_NIBBLE_A16 && rows < BIG_ROWS_MIN) {
-            job.bytes = a16_bytes(&job, rows, scratch);
-        }
+        job.bytes = x->prepared != NULL ? x->prepared : td_cpu_avx512_prepare(w, x, rows, scratch);
         product_form(&job, rows, panel_begin, panel_end, scratch);
     }
 }

@@ -10,6 +10,8 @@
 void td_cpu_avx512_product(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows,
                            float *y, uint32_t panel_begin, uint32_t panel_end,
                            td_cpu_scratch_t *scratch);
+const uint8_t *td_cpu_avx512_prepare(const td_cpu_matrix_t *w, const td_cpu_acts_t *x,
+                                     uint32_t rows, td_cpu_scratch_t *scratch);
 void td_cpu_avx512_attention(const td_cpu_attention_t *job, td_cpu_scratch_t *scratch);
 
 ALWAYS_INLINE __m512i load_wide(const void *ptr)

@@ -21,6 +21,7 @@ static void swiglu(float *gate, const float *up, uint32_t n)
 const td_cpu_ops_t td_cpu_avx512_ops = {
     .name = "avx512",
     .product = td_cpu_avx512_product,
+    .prepare = td_cpu_avx512_prepare,
     .rms_norm = td_cpu_avx2_rms_norm,
     .quantise8 = td_cpu_avx2_quantise8,
     .quantise16 = td_cpu_avx2_quantise16,

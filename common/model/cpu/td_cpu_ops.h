@@ -68,6 +68,7 @@ typedef struct td_cpu_acts {
     int16_t *q16;
     float *scale16;
     float *sum16;
+    const uint8_t *prepared; /* borrowed: what prepare() made of them, or NULL */
 } td_cpu_acts_t;
 
 /** Working memory of one thread. */
@@ -134,6 +135,11 @@ typedef struct td_cpu_ops {
      * acc = fma(minimum_w, sum_x, acc). Float forms: acc = fma(w, x, acc) over ascending k. */
     void (*product)(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows, float *y,
                     uint32_t panel_begin, uint32_t panel_end, td_cpu_scratch_t *scratch);
+    /** What product() would make of these rows for itself in every call; the caller sets it as
+     * their `prepared` for its calls with matrices of this form. It lies in the scratch, until the
+     * next call with the same one. Answers NULL, or is NULL: there is nothing to make. */
+    const uint8_t *(*prepare)(const td_cpu_matrix_t *w, const td_cpu_acts_t *x, uint32_t rows,
+                              td_cpu_scratch_t *scratch);
     /** out = x * (1 / sqrt(mean of squares + eps)) * weight. Eight FMA chains (i mod 8), added in
      * ascending order. dim is a multiple of 8. */
     void (*rms_norm)(const float *x, const float *weight, uint32_t dim, float eps, float *out);
