@@ -215,7 +215,7 @@ static void products_have_the_same_bits(const td_cpu_ops_t *v)
 /* --- attention ---------------------------------------------------------------------------------
  */
 
-enum { ATTENTION_TOKENS = 1200, GROUP_MAX = 8, ATTENTION_KV_HEADS = 2, SPANS_MAX = 3 };
+enum { ATTENTION_TOKENS = 1200, GROUP_MAX = 9, ATTENTION_KV_HEADS = 2, SPANS_MAX = 3 };
 
 /* Random keys and values in blocks out of order. What nobody may see is not a number, and the last
  * visible value is infinite: it must reach the rows that see it, and only them. */
@@ -396,7 +396,7 @@ static void attention_both(const td_cpu_ops_t *v, const td_kv_layout_t *kv, uint
 static void attention_has_the_same_bits(const td_cpu_ops_t *v)
 {
     static const uint32_t head_dims[] = {8, 16, 24, 64, 72, 128};
-    static const uint32_t groups[] = {1, 3, 8};
+    static const uint32_t groups[] = {1, 3, 6, 8, 9};
     static const uint32_t row_counts[] = {1, 2, 3, 6, 11, 16};
     static const uint32_t positions[] = {0, 1, 15, 31, 32, 90, 200, 506, 512, 1023};
     static const td_attention_mask_t full = {0};
