@@ -16,7 +16,9 @@
 #include "common/kv/td_pool.h"
 #include "common/model/td_gguf.h"
 
-#define TD_MODEL_ROWS_MAX 4096u /* rows of one pass */
+#define TD_MODEL_ROWS_MAX 4096u   /* rows of one pass */
+#define TD_MODEL_DEVICES_MAX 8u   /* that run a model together */
+#define TD_MODEL_DEVICE_MAX 1023u /* the highest number of one */
 
 typedef enum td_precision {
     TD_PRECISION_FAST = 0, /* int8 activations */
@@ -40,8 +42,9 @@ typedef enum td_backend {
 
 typedef struct td_model_options {
     td_backend_t backend;
-    uint32_t device;          /* cuda: which one */
-    uint64_t device_kv_bytes; /* cuda: for copies of KV blocks; 0 = what is free after loading */
+    uint32_t devices[TD_MODEL_DEVICES_MAX]; /* cuda: which ones; each has a share of the model */
+    uint32_t device_count;                  /* of devices; 0 = device 0 alone */
+    uint64_t device_kv_bytes; /* cuda: of each, for copies of KV blocks; 0 = what is free then */
     td_precision_t precision;
     td_isa_t isa;
     uint32_t threads;        /* 1..TD_THREADS_MAX */
@@ -103,6 +106,10 @@ TD_MUST_CHECK td_status_t td_isa_parse(const char *text, td_isa_t *out);
 /** "cpu" or "cuda". Errors: TD_ERR_INVALID. */
 TD_MUST_CHECK td_status_t td_backend_parse(const char *text, td_backend_t *out);
 #define TD_BACKEND_NAMES "cpu|cuda" /* as TD_OPTION_CHOICE wants them */
+
+/** A list of devices, "0" or "0,1,2,3", into options' devices and device_count.
+ * Errors: TD_ERR_INVALID (not such a list, too many, or a number too high; nothing is written). */
+TD_MUST_CHECK td_status_t td_devices_parse(const char *text, td_model_options_t *options);
 
 /** The pool whose memory passes will be given: a backend that keeps copies of blocks sees by a
  * block's epoch that it was given out anew, and then its copy is of no use.

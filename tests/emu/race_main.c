@@ -69,6 +69,7 @@ static td_status_t race_product(void)
                                             .form = form,
                                             .wide = form == TD_CUDA_BYTE ? 1 : wide};
                 p.y[0] = device(sizeof(float) * ROWS * OUTPUTS, 1);
+                TD_TRY(td_cuda_launch_init(0, 64, 256));
                 TD_TRY(td_cuda_launch_product(NULL, &p));
             }
         }
@@ -148,6 +149,7 @@ static td_status_t race_attention(void)
                                                              .scale = device(BYTES, 1),
                                                              .sum = device(BYTES, 1),
                                                              .stride = 512}}};
+        TD_TRY(td_cuda_launch_init(0, kv.head_dim, 256));
         TD_TRY(td_cuda_launch_place(NULL, &place, 3));
         TD_ASSERT(cudaMemcpyAsync(items, &item, sizeof(item), cudaMemcpyHostToDevice, NULL) ==
                   cudaSuccess);

@@ -16,7 +16,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 CUDA = "common/model/cuda"
 OUT = "build/mutants"
 LIMIT_S = 120
-KERNELS = ("attention", "blocks", "products", "rows")
+KERNELS = ("attention", "blocks", "gather", "products", "rows")
 
 # test: of the executable test_cuda_<first word>; "race" runs the build for ThreadSanitizer.
 Mutant = collections.namedtuple("Mutant", "name file old new test")
@@ -77,34 +77,53 @@ MUTANTS = [
     Mutant("blocks of the pass given away", "td_cuda_mirror.c", "p->pass == m->pass", "false",
            "mirror test_a_pass_keeps_what_it_took"),
     Mutant("blocks not brought back", "td_cuda_plan.c",
-           "if (!valid && (!fresh || d->mapped == NULL)) {",
-           "if (!valid && fresh) {", "model test_blocks_come_and_go"),
+           "!valid && (!fresh || !d->mapped) &&",
+           "!valid && fresh &&", "model test_blocks_come_and_go"),
     Mutant("another's KV sent behind the rows of a pass", "td_cuda_plan.c",
-           "if (!valid && (!fresh || d->mapped == NULL)) {", "if (!valid && !fresh) {",
+           "!valid && (!fresh || !d->mapped) &&", "!valid && !fresh &&",
            "model test_layers_are_announced_when_they_are_with_the_host"),
     Mutant("host's blocks written at the device's places", "td_cuda_rows.cu",
-           "p.host_pool + p.host_blocks[b] *", "p.host_pool + p.blocks[b] * 0 *",
+           "store_in_block(p.host, p.host_blocks[b],", "store_in_block(p.host, 0 * p.blocks[b],",
            "model test_every_weight_type_and_precision"),
     Mutant("layers sent before they are computed", "td_cuda_pass.c",
-           'TD_TRY(td_cuda_check(cudaStreamWaitEvent(d->out, d->computed[turn], 0), '
-           '"cudaStreamWaitEvent"));', "",
+           'TD_TRY(td_cuda_check(cudaStreamWaitEvent(rank->out, rank->computed[turn], 0),\n'
+           '                         "cudaStreamWaitEvent"));', "",
            "model test_layers_are_announced_when_they_are_with_the_host"),
     Mutant("layers announced before they have left", "td_cuda_pass.c",
-           'TD_TRY(td_cuda_check(cudaEventSynchronize(d->left[turn]), "cudaEventSynchronize"));', "",
+           'TD_TRY(td_cuda_check(cudaEventSynchronize(d->ranks[r].left[turn]), '
+           '"cudaEventSynchronize"));', "",
            "model test_layers_are_announced_when_they_are_with_the_host"),
     Mutant("logits not waited for", "td_cuda_pass.c",
-           'return td_cuda_check(cudaStreamSynchronize(d->compute), "cudaStreamSynchronize");\n}\n\n'
-           'td_status_t td_cuda_forward', 'return TD_OK;\n}\n\ntd_status_t '
-           'td_cuda_forward', "model test_a_batch_is_its_sequences"),
-    Mutant("staging filled while it is read", "td_cuda_device.c",
-           'TD_TRY(td_cuda_check(cudaEventSynchronize(d->staged[turn]), "cudaEventSynchronize"));',
+           'TD_TRY(td_cuda_check(cudaStreamSynchronize(d->ranks[r].compute), '
+           '"cudaStreamSynchronize"));', "", "model test_a_batch_is_its_sequences"),
+    Mutant("staging filled while it is read", "td_cuda_rank.c",
+           'TD_TRY(td_cuda_check(cudaEventSynchronize(rank->staged[turn]), "cudaEventSynchronize"));',
            "", "reference test_the_model_writes_the_references_text"),
     Mutant("a device that rounds otherwise", "td_cuda_math.cuh", "poly = fmaf(poly, rest, 1.0f);",
            "poly = poly * rest + 1.0f;", "model test_first_layers_only"),
     Mutant("blocks not sent to the host", "td_cuda_pass.c",
-           "d->mapped == NULL && i < d->written_count; i++) {",
-           "d->mapped == NULL && i + 1 < d->written_count; i++) {",
+           "!d->mapped && i < d->written_count; i++) {",
+           "!d->mapped && i + 1 < d->written_count; i++) {",
            "model test_layers_are_announced_when_they_are_with_the_host"),
+    Mutant("a device does not wait for the others", "td_cuda_gather.c",
+           "d->phases > 0 && s < d->rank_count", "d->phases > 0 && s < r",
+           "devices test_two_devices_have_the_bits_of_the_cpu"),
+    Mutant("a device does not wait for those behind it", "td_cuda_gather.c",
+           "d->phases > 0 && s < d->rank_count", "d->phases > 0 && s + 1 < d->rank_count",
+           "devices test_two_devices_have_the_bits_of_the_cpu"),
+    Mutant("a device has no access to another's memory", "td_cuda_gather.c",
+           "error = cudaDeviceEnablePeerAccess(peer->index, 0);", "",
+           "devices test_two_devices_have_the_bits_of_the_cpu"),
+    Mutant("all devices' heads written as the first ones", "td_cuda_pass.c",
+           ".host_head = rank->share.kv_heads.begin,", ".host_head = 0,",
+           "devices test_two_devices_have_the_bits_of_the_cpu"),
+    Mutant("a device has other heads' outputs of v", "td_cuda_rank.c",
+           "load_matrix(rank, &from->v, times(share->kv_heads, head_dim), &to->v)",
+           "load_matrix(rank, &from->v, times((td_cuda_range_t){0, td_cuda_width(share->kv_heads)}, "
+           "head_dim), &to->v)", "devices test_two_devices_have_the_bits_of_the_cpu"),
+    Mutant("other heads of a block sent to a device", "td_cuda_heads.c",
+           "td_kv_offset(whole, begin, false, first, 0)", "td_kv_offset(whole, begin, false, 0, 0)",
+           "devices test_two_devices_have_the_bits_of_the_cpu"),
 ]
 
 
