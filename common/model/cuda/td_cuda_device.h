@@ -86,6 +86,7 @@ typedef struct td_cuda_rank {
     bool reads[TD_CUDA_RANKS_MAX];   /* others' memory */
     td_cuda_acts_t acts8;
     td_cuda_acts_t acts16;
+    uint8_t *acts_own; /* of attn or gate, quantised for others; laid out anew for each pass */
 
     uint8_t *pool;   /* [place][block of its heads] */
     uint8_t *mapped; /* the host's pool where its kernels can write it, else NULL */
@@ -158,11 +159,28 @@ typedef enum td_cuda_gathered {
     TD_CUDA_GATED         /* columns of gate */
 } td_cuda_gathered_t;
 /** Brings all ranks' parts of the rows together: floats to out, unless it is NULL, and quantised.
- * Only within a phase. With one rank there is nothing to do. Errors: TD_ERR_IO. */
+ * Only within a phase, as all of these. With one rank there is nothing to do. Errors: TD_ERR_IO. */
 TD_MUST_CHECK td_status_t td_cuda_gather_rows(const td_model_device_t *d,
                                               const td_cuda_rank_t *rank, const td_model_t *m,
                                               td_cuda_gathered_t what, uint32_t rows, float *out,
                                               const td_cuda_quantise_t *quantise);
+/** The same for a product that comes next, in the form that its matrix takes: quantised in parts
+ * where each rank has whole groups, which are fewer bytes than floats.
+ * f32_out: the floats, if it takes those. Errors: TD_ERR_IO. */
+TD_MUST_CHECK td_status_t td_cuda_gather_input(const td_model_device_t *d,
+                                               const td_cuda_rank_t *rank, const td_model_t *m,
+                                               td_cuda_gathered_t what,
+                                               const td_cuda_matrix_t *user, float *f32_out);
+/** Units: bytes of such a part of some rows. */
+static inline size_t td_cuda_own_acts_bytes(size_t rows, size_t width, bool wide)
+{
+    return rows * width * (wide ? 2 : 1) + 2 * rows * (width / TD_CUDA_GROUP) * sizeof(float);
+}
+/** What the rank quantises of its part for td_cuda_gather_input(), or nothing; with one rank the
+ * whole row for the product itself. */
+td_cuda_quantise_t td_cuda_quantise_own(const td_model_device_t *d, const td_cuda_rank_t *rank,
+                                        const td_model_t *m, td_cuda_gathered_t what,
+                                        const td_cuda_matrix_t *user);
 
 /* --- blocks: td_cuda_heads.c ------------------------------------------------------------------ */
 

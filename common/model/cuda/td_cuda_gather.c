@@ -108,15 +108,34 @@ static td_cuda_piece_t piece_of(const td_cuda_rank_t *rank, const td_model_t *m,
     }
 }
 
+static uint32_t dim_of(const td_model_t *m, td_cuda_gathered_t what)
+{
+    return what == TD_CUDA_ATTENDED ? m->q_dim
+           : what == TD_CUDA_GATED  ? m->info.ff_dim
+                                    : m->info.embed_dim;
+}
+
+/* Bytes of another rank's memory: where kernels of this one can read them. */
+static td_status_t reach(const td_model_device_t *d, const td_cuda_rank_t *rank, uint32_t peer,
+                         const void *from, size_t bytes, const void **out)
+{
+    if (rank->reads[peer] || bytes == 0) {
+        *out = from;
+        return TD_OK;
+    }
+    *out = rank->arrived[peer];
+    return td_cuda_check(cudaMemcpyPeerAsync(rank->arrived[peer], rank->index, from,
+                                             d->ranks[peer].index, bytes, rank->compute),
+                         "cudaMemcpyPeerAsync");
+}
+
 td_status_t td_cuda_gather_rows(const td_model_device_t *d, const td_cuda_rank_t *rank,
                                 const td_model_t *m, td_cuda_gathered_t what, uint32_t rows,
                                 float *out, const td_cuda_quantise_t *quantise)
 {
     td_cuda_gather_t p = {
         .count = d->rank_count,
-        .dim = what == TD_CUDA_ATTENDED ? m->q_dim
-               : what == TD_CUDA_GATED  ? m->info.ff_dim
-                                        : m->info.embed_dim,
+        .dim = dim_of(m, what),
         .tokens = what == TD_CUDA_EMBEDDED ? rank->pass.tokens : NULL,
         .out = out,
     };
@@ -128,17 +147,89 @@ td_status_t td_cuda_gather_rows(const td_model_device_t *d, const td_cuda_rank_t
         p.quantise = *quantise;
     }
     for (uint32_t s = 0; s < d->rank_count; s++) {
-        const td_cuda_rank_t *peer = &d->ranks[s];
-        const size_t width = what == TD_CUDA_EMBEDDED ? p.dim : piece_of(peer, m, what).width;
-        p.pieces[s] = piece_of(peer, m, what);
-        if (rank->reads[s] || width == 0) {
-            continue;
-        }
-        TD_TRY(td_cuda_check(cudaMemcpyPeerAsync(rank->arrived[s], rank->index, p.pieces[s].from,
-                                                 peer->index, rows * width * sizeof(float),
-                                                 rank->compute),
-                             "cudaMemcpyPeerAsync"));
-        p.pieces[s].from = rank->arrived[s];
+        const td_cuda_piece_t piece = piece_of(&d->ranks[s], m, what);
+        const size_t width = what == TD_CUDA_EMBEDDED && piece.width > 0 ? p.dim : piece.width;
+        const void *from = NULL;
+        TD_TRY(reach(d, rank, s, piece.from, rows * width * sizeof(float), &from));
+        p.pieces[s] = piece;
+        p.pieces[s].from = from;
     }
     return td_cuda_launch_gather(rank->compute, &p, rows);
+}
+
+/* A group of 32 has one scale: it must not be two ranks'. */
+static bool has_whole_groups(const td_model_device_t *d, const td_model_t *m,
+                             td_cuda_gathered_t what, const td_cuda_matrix_t *user)
+{
+    for (uint32_t s = 0; s < d->rank_count; s++) {
+        const td_cuda_piece_t piece = piece_of(&d->ranks[s], m, what);
+        if (piece.begin % TD_CUDA_GROUP != 0 || piece.width % TD_CUDA_GROUP != 0) {
+            return false;
+        }
+    }
+    return user->form <= TD_CUDA_BYTE;
+}
+
+/* Its part of the pass's rows, in the order of the planes: low bytes are last, since int8 ones have
+ * none. */
+static td_cuda_acts_t own_acts(uint8_t *base, uint32_t rows, uint32_t width)
+{
+    const size_t elements = (size_t)rows * width;
+    const size_t groups = elements / TD_CUDA_GROUP;
+
+    return (td_cuda_acts_t){
+        .high = (int8_t *)base,
+        .scale = (float *)(void *)(base + elements),
+        .sum = (float *)(void *)(base + elements + groups * sizeof(float)),
+        .low = base + elements + 2 * groups * sizeof(float),
+        .stride = width,
+    };
+}
+
+td_cuda_quantise_t td_cuda_quantise_own(const td_model_device_t *d, const td_cuda_rank_t *rank,
+                                        const td_model_t *m, td_cuda_gathered_t what,
+                                        const td_cuda_matrix_t *user)
+{
+    td_cuda_quantise_t to = {.limit16 = m->limit16};
+
+    if (d->rank_count == 1) {
+        return td_cuda_quantise_for(rank, m, user->inputs, &user, 1);
+    }
+    if (has_whole_groups(d, m, what, user)) {
+        *(user->wide ? &to.int16 : &to.int8) =
+            own_acts(rank->acts_own, m->pass.row_count, piece_of(rank, m, what).width);
+    }
+    return to;
+}
+
+td_status_t td_cuda_gather_input(const td_model_device_t *d, const td_cuda_rank_t *rank,
+                                 const td_model_t *m, td_cuda_gathered_t what,
+                                 const td_cuda_matrix_t *user, float *f32_out)
+{
+    const uint32_t rows = m->pass.row_count;
+    td_cuda_gather_acts_t p = {
+        .count = d->rank_count,
+        .dim = dim_of(m, what),
+        .wide = user->wide,
+        .out = td_cuda_acts_of(user->wide ? &rank->acts16 : &rank->acts8, user->inputs),
+    };
+
+    if (d->rank_count == 1) {
+        return TD_OK;
+    }
+    if (!has_whole_groups(d, m, what, user)) {
+        const td_cuda_quantise_t quantise = td_cuda_quantise_for(rank, m, user->inputs, &user, 1);
+        return td_cuda_gather_rows(d, rank, m, what, rows,
+                                   user->form > TD_CUDA_BYTE ? f32_out : NULL, &quantise);
+    }
+    for (uint32_t s = 0; s < d->rank_count; s++) {
+        const td_cuda_piece_t piece = piece_of(&d->ranks[s], m, what);
+        const void *from = NULL;
+        uint8_t *base = NULL;
+        TD_TRY(reach(d, rank, s, d->ranks[s].acts_own,
+                     td_cuda_own_acts_bytes(rows, piece.width, user->wide != 0), &from));
+        memcpy(&base, &from, sizeof(from)); /* it is only read */
+        p.pieces[s] = (td_cuda_acts_piece_t){own_acts(base, rows, piece.width), piece.begin};
+    }
+    return td_cuda_launch_gather_acts(rank->compute, &p, rows);
 }

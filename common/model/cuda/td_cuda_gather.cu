@@ -31,3 +31,36 @@ DEV_KERNEL __launch_bounds__(THREADS, 1) td_cuda_gather(const td_cuda_gather_t p
     }
 }
 DEV_REGISTER(td_cuda_gather);
+
+#define WORD 4u /* elements of a thread */
+
+/* A thread has four elements, and the scale and sum of a group that begins there. */
+DEV_KERNEL __launch_bounds__(THREADS, 1) td_cuda_gather_acts(const td_cuda_gather_acts_t p)
+{
+    const uint32_t row = blockIdx.x;
+    const uint32_t i = (blockIdx.y * THREADS + threadIdx.x) * WORD;
+    const size_t to = (size_t)row * p.out.stride + i;
+
+    if (i >= p.dim) {
+        return;
+    }
+    for (uint32_t s = 0; s < p.count; s++) {
+        const td_cuda_acts_t &acts = p.pieces[s].acts;
+        const uint32_t inside = i - p.pieces[s].begin; /* wraps around before it */
+        const size_t from = (size_t)row * acts.stride + inside;
+        if (inside >= acts.stride) {
+            continue;
+        }
+        *reinterpret_cast<uint32_t *>(p.out.high + to) =
+            *reinterpret_cast<const uint32_t *>(acts.high + from);
+        if (p.wide != 0) {
+            *reinterpret_cast<uint32_t *>(p.out.low + to) =
+                *reinterpret_cast<const uint32_t *>(acts.low + from);
+        }
+        if (i % TD_CUDA_GROUP == 0) {
+            p.out.scale[to / TD_CUDA_GROUP] = acts.scale[from / TD_CUDA_GROUP];
+            p.out.sum[to / TD_CUDA_GROUP] = acts.sum[from / TD_CUDA_GROUP];
+        }
+    }
+}
+DEV_REGISTER(td_cuda_gather_acts);

@@ -206,6 +206,21 @@ typedef struct td_cuda_gather {
     td_cuda_quantise_t quantise;
 } td_cuda_gather_t;
 
+/** As td_cuda_piece_t, of quantised rows: groups are whole, and rows as long as they are wide. */
+typedef struct td_cuda_acts_piece {
+    td_cuda_acts_t acts; /* stride: the width */
+    uint32_t begin;
+} td_cuda_acts_piece_t;
+
+/** Brings the rows' quantised pieces together. Grid: rows, dim / 512 rounded up. */
+typedef struct td_cuda_gather_acts {
+    td_cuda_acts_piece_t pieces[TD_CUDA_RANKS_MAX];
+    uint32_t count;
+    uint32_t dim;
+    uint32_t wide; /* int16 */
+    td_cuda_acts_t out;
+} td_cuda_gather_acts_t;
+
 /** Copies bytes [offset, offset + bytes) of blocks to a staging buffer, or back. Grid: blocks,
  * bytes / 4096 rounded up. All sizes multiples of 16. */
 typedef struct td_cuda_move {
@@ -234,6 +249,7 @@ TD_CUDA_KERNEL(td_cuda_swiglu, td_cuda_swiglu_t);
 TD_CUDA_KERNEL(td_cuda_place, td_cuda_place_t);
 TD_CUDA_KERNEL(td_cuda_merge, td_cuda_merge_t);
 TD_CUDA_KERNEL(td_cuda_gather, td_cuda_gather_t);
+TD_CUDA_KERNEL(td_cuda_gather_acts, td_cuda_gather_acts_t);
 TD_CUDA_KERNEL(td_cuda_move, td_cuda_move_t);
 TD_CUDA_KERNEL(td_cuda_draw, td_cuda_draw_t);
 

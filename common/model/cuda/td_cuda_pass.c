@@ -68,17 +68,6 @@ static td_status_t norm(const td_cuda_rank_t *rank, const td_model_t *m, const f
     return td_cuda_launch_norm(rank->compute, &p, m->pass.row_count);
 }
 
-/* A row's input of o or down: quantised where it is made, or where all of it has come together. */
-static td_cuda_quantise_t quantise_input(const td_model_device_t *d, const td_cuda_rank_t *rank,
-                                         const td_model_t *m, const td_cuda_matrix_t *user,
-                                         bool gathered)
-{
-    const td_cuda_quantise_t none = {.limit16 = m->limit16};
-
-    return gathered == (d->rank_count > 1) ? td_cuda_quantise_for(rank, m, user->inputs, &user, 1)
-                                           : none;
-}
-
 static td_status_t attend(const td_model_device_t *d, const td_cuda_rank_t *rank,
                           const td_model_t *m, uint32_t layer)
 {
@@ -102,15 +91,15 @@ static td_status_t attend(const td_model_device_t *d, const td_cuda_rank_t *rank
         .attn = rank->attn,
         .heads = p.heads,
         .head_dim = m->info.kv.head_dim,
-        .quantise = quantise_input(d, rank, m, &rank->layers[layer].o, false),
+        .quantise = td_cuda_quantise_own(d, rank, m, TD_CUDA_ATTENDED, &rank->layers[layer].o),
     };
 
     p.items = rank->pass.many;
     TD_TRY(td_cuda_launch_attention(rank->compute, true, &p, d->many_count));
     p.items = rank->pass.few;
     TD_TRY(td_cuda_launch_attention(rank->compute, false, &p, d->few_count));
-    if (d->rank_count > 1 && !d->split) {
-        return TD_OK; /* nothing to merge, and quantised behind the gather */
+    if (!d->split && merge.quantise.int8.high == NULL && merge.quantise.int16.high == NULL) {
+        return TD_OK;
     }
     return td_cuda_launch_merge(rank->compute, &merge, m->pass.row_count);
 }
@@ -173,10 +162,8 @@ static td_status_t attention_output(const td_model_device_t *d, td_cuda_rank_t *
 {
     const td_cuda_matrix_t *const o[] = {&rank->layers[layer].o};
     float *const y[] = {rank->y_own};
-    const td_cuda_quantise_t quantise = quantise_input(d, rank, m, o[0], true);
 
-    TD_TRY(td_cuda_gather_rows(d, rank, m, TD_CUDA_ATTENDED, m->pass.row_count,
-                               o[0]->form > TD_CUDA_BYTE ? rank->attn_all : NULL, &quantise));
+    TD_TRY(td_cuda_gather_input(d, rank, m, TD_CUDA_ATTENDED, o[0], rank->attn_all));
     return products(rank, o, y, 1, rank->attn_all, m->pass.row_count);
 }
 
@@ -191,7 +178,7 @@ static td_status_t feed_forward(const td_model_device_t *d, td_cuda_rank_t *rank
         .gate = rank->gate,
         .up = rank->up,
         .dim = td_cuda_width(rank->share.ff),
-        .quantise = quantise_input(d, rank, m, &l->down, false),
+        .quantise = td_cuda_quantise_own(d, rank, m, TD_CUDA_GATED, &l->down),
     };
 
     TD_TRY(gather_stream(d, rank, m, false));
@@ -205,10 +192,8 @@ static td_status_t feed_forward_output(const td_model_device_t *d, td_cuda_rank_
 {
     const td_cuda_matrix_t *const down[] = {&rank->layers[layer].down};
     float *const y[] = {rank->y_own};
-    const td_cuda_quantise_t quantise = quantise_input(d, rank, m, down[0], true);
 
-    TD_TRY(td_cuda_gather_rows(d, rank, m, TD_CUDA_GATED, m->pass.row_count,
-                               down[0]->form > TD_CUDA_BYTE ? rank->gate_all : NULL, &quantise));
+    TD_TRY(td_cuda_gather_input(d, rank, m, TD_CUDA_GATED, down[0], rank->gate_all));
     return products(rank, down, y, 1, rank->gate_all, m->pass.row_count);
 }
 

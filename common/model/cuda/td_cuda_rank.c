@@ -61,6 +61,8 @@ static td_status_t take_acts(td_cuda_rank_t *rank, uint32_t rows, size_t widest,
 static td_status_t take_whole(td_cuda_rank_t *rank, const td_model_t *m, bool alone)
 {
     const uint32_t rows = m->options.rows_max;
+    const size_t own = TD_MAX(td_cuda_width(rank->share.heads) * m->info.kv.head_dim,
+                              td_cuda_width(rank->share.ff));
 
     if (alone) {
         rank->y_own = rank->y;
@@ -73,7 +75,8 @@ static td_status_t take_whole(td_cuda_rank_t *rank, const td_model_t *m, bool al
     /* The one is read before the other is gathered. */
     TD_TRY(take_floats(rank, rows, TD_MAX(m->q_dim, m->info.ff_dim), &rank->attn_all));
     rank->gate_all = rank->attn_all;
-    return TD_OK;
+    return td_cuda_take(rank, td_cuda_own_acts_bytes(rows, own, true), "activations",
+                        &rank->acts_own);
 }
 
 static td_status_t take_buffers(td_cuda_rank_t *rank, const td_model_t *m)

@@ -91,7 +91,158 @@ static void test_two_devices_have_the_bits_of_the_cpu(void **state)
     }
 }
 
+/* Heads of 16: with one of an odd number of KV heads a device's part of the attention ends within a
+ * group of 32. */
+static void test_every_weight_type_and_precision(void **state)
+{
+    static const td_gguf_type_t types[] = {TD_GGUF_F32,  TD_GGUF_F16,  TD_GGUF_BF16,
+                                           TD_GGUF_Q8_0, TD_GGUF_Q4_0, TD_GGUF_Q4_1};
+    uint32_t turn = 0;
+
+    (void)state;
+    for (size_t i = 0; i < TD_ARRAY_LEN(types); i++) {
+        for (uint32_t precision = 0; precision <= TD_PRECISION_EXACT; precision++, turn++) {
+            const tiny_spec_t spec = {.type = types[i],
+                                      .untied = i % 2 == 1,
+                                      .kv_heads = 4,
+                                      .kv_group = 1 + turn / 2 % 2};
+            td_model_options_t options = options_of(turn % 2 == 0 ? 4 : 2);
+            options.precision = (td_precision_t)precision;
+            options.kv_codec = (td_kv_codec_t)((i + precision) % TD_KV_CODECS);
+            check_model(&spec, options, 20, precision == 0 ? 20 : 7, way_of(turn));
+        }
+    }
+}
+
+/* KV heads, groups of the feed-forward and the vocabulary that do not come out even; shares of
+ * nothing. */
+static void test_uneven_shares(void **state)
+{
+    static const struct {
+        td_gguf_type_t type;
+        uint32_t kv_heads;
+        uint32_t kv_group;
+        uint32_t ff;
+        uint32_t devices;
+    } cases[] = {
+        {TD_GGUF_Q4_1, 3, 2, 96, 2},  {TD_GGUF_Q8_0, 3, 4, 96, 3},  {TD_GGUF_F16, 3, 3, 88, 2},
+        {TD_GGUF_Q4_0, 5, 2, 32, 4},  {TD_GGUF_Q4_1, 8, 1, 128, 8}, {TD_GGUF_Q4_1, 8, 2, 64, 4},
+        {TD_GGUF_BF16, 7, 1, 200, 7},
+    };
+    uint32_t turn = 0;
+
+    (void)state;
+    for (size_t i = 0; i < 4 * TD_ARRAY_LEN(cases); i++, turn++) {
+        const tiny_spec_t spec = {.type = cases[i / 4].type,
+                                  .kv_heads = cases[i / 4].kv_heads,
+                                  .kv_group = cases[i / 4].kv_group,
+                                  .ff = cases[i / 4].ff};
+        td_model_options_t options = options_of(cases[i / 4].devices);
+        options.kv_codec = (td_kv_codec_t)(i % TD_KV_CODECS);
+        options.precision = i % 2 == 0 ? TD_PRECISION_MIXED : TD_PRECISION_FAST;
+        check_model(&spec, options, 21, 8, way_of(turn));
+    }
+}
+
+static void test_chunks_and_long_contexts(void **state)
+{
+    static const uint32_t chunks[] = {1, 9, 64};
+
+    (void)state;
+    for (uint32_t i = 0; i < TD_ARRAY_LEN(chunks); i++) {
+        const tiny_spec_t spec = {.type = TD_GGUF_Q4_1, .context = 2048, .kv_heads = 4};
+        check_model(&spec, options_of(4), i == 0 ? 40 : 600, chunks[i], way_of(i));
+    }
+}
+
+static void test_masks(void **state)
+{
+    static const char *const masks[] = {"window:24,3", "strided:20,32,4"};
+
+    (void)state;
+    for (uint32_t i = 0; i < TD_ARRAY_LEN(masks); i++) {
+        const tiny_spec_t spec = {.type = TD_GGUF_Q8_0, .kv_heads = 3};
+        td_model_options_t options = options_of(2);
+        options.attention = masks[i];
+        options.context_max = 1024;
+        check_model(&spec, options, 150, 40, way_of(i));
+    }
+}
+
+/* --- shares --------------------------------------------------------------------------------------
+ */
+
+static void check_range(td_cuda_range_t range, uint32_t *next, uint32_t unit, uint32_t count)
+{
+    assert_int_equal(range.begin, *next);
+    assert_true(range.begin == count || range.begin % unit == 0);
+    assert_in_range(range.end, range.begin, count);
+    *next = range.end;
+}
+
+/* Every head, element and token is somebody's, and nobody's is another's. */
+static void test_shares_are_the_whole(void **state)
+{
+    (void)state;
+    for (uint32_t i = 0; i < 600; i++) {
+        const uint32_t kv_heads = 1 + i % 13;
+        const td_model_info_t info = {.vocab_size = 1 + i * 37 % 900,
+                                      .embed_dim = 8 + 8 * (i % 71),
+                                      .ff_dim = 8 + 8 * (i % 97),
+                                      .heads = kv_heads * (1 + i % 5),
+                                      .kv = {.kv_heads = kv_heads}};
+        for (uint32_t ranks = 1; ranks <= TD_MIN(kv_heads, TD_CUDA_RANKS_MAX); ranks++) {
+            uint32_t at[5] = {0};
+            for (uint32_t r = 0; r < ranks; r++) {
+                const td_cuda_share_t share = td_cuda_share_of(&info, r, ranks);
+                const uint32_t own = td_cuda_width(share.kv_heads);
+                assert_in_range(own, kv_heads / ranks, (kv_heads + ranks - 1) / ranks);
+                assert_int_equal(td_cuda_width(share.heads), own * (1 + i % 5));
+                check_range(share.kv_heads, &at[0], 1, kv_heads);
+                check_range(share.heads, &at[1], 1, info.heads);
+                check_range(share.ff, &at[2], TD_CUDA_GROUP, info.ff_dim);
+                check_range(share.embed, &at[3], TD_CUDA_PAIR, info.embed_dim);
+                check_range(share.vocab, &at[4], TD_CUDA_PAIR, info.vocab_size);
+            }
+            assert_int_equal(at[0], kv_heads);
+            assert_int_equal(at[1], info.heads);
+            assert_int_equal(at[2], info.ff_dim);
+            assert_int_equal(at[3], info.embed_dim);
+            assert_int_equal(at[4], info.vocab_size);
+        }
+    }
+}
+
+/* --- lists of devices that cannot be -------------------------------------------------------------
+ */
+
+static void test_what_is_refused(void **state)
+{
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
+    td_model_options_t options = options_of(3); /* of two KV heads */
+    td_model_t *model = NULL;
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    assert_int_equal(td_model_load(gguf, &options, &model), TD_ERR_UNSUPPORTED);
+    options = options_of(2);
+    options.devices[1] = TD_MODEL_DEVICE_MAX; /* there is none */
+    assert_int_equal(td_model_load(gguf, &options, &model), TD_ERR_UNSUPPORTED);
+    options.device_count = TD_MODEL_DEVICES_MAX + 1;
+    assert_int_equal(td_model_load(gguf, &options, &model), TD_ERR_INVALID);
+    assert_null(model);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
 static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_two_devices_have_the_bits_of_the_cpu),
+    cmocka_unit_test(test_every_weight_type_and_precision),
+    cmocka_unit_test(test_uneven_shares),
+    cmocka_unit_test(test_chunks_and_long_contexts),
+    cmocka_unit_test(test_masks),
+    cmocka_unit_test(test_shares_are_the_whole),
+    cmocka_unit_test(test_what_is_refused),
 };
 CUDA_TEST_MAIN(tests)
