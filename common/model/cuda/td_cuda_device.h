@@ -54,6 +54,7 @@ typedef struct td_cuda_rank {
     cudaEvent_t left[2];     /* and has left */
     cudaEvent_t staged[2];   /* a staging buffer may be filled again */
     cudaEvent_t ready[2];    /* what others gather is there; phases take turns */
+    cudaEvent_t joined[2];   /* all that was asked of compute so far; before and behind a graph */
 
     void **owned; /* owned; device addresses */
     uint32_t owned_count;
@@ -151,6 +152,12 @@ typedef td_status_t (*td_cuda_phase_fn)(const td_model_device_t *d, td_cuda_rank
  * Errors: fn()'s, TD_ERR_IO. */
 TD_MUST_CHECK td_status_t td_cuda_phase(td_model_device_t *d, const td_model_t *m,
                                         td_cuda_phase_fn fn, uint32_t layer);
+
+/** The first rank's stream goes on when the others' have done all that they were asked. which: of
+ * `joined`. Errors: TD_ERR_IO. */
+TD_MUST_CHECK td_status_t td_cuda_join(td_model_device_t *d, uint32_t which);
+/** The others' streams go on when the first one's has. Errors: TD_ERR_IO. */
+TD_MUST_CHECK td_status_t td_cuda_fork(td_model_device_t *d);
 
 typedef enum td_cuda_gathered {
     TD_CUDA_EMBEDDED = 0, /* rows of y_own, each from the rank that has its token */

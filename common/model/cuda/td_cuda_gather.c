@@ -87,6 +87,32 @@ td_status_t td_cuda_phase(td_model_device_t *d, const td_model_t *m, td_cuda_pha
     return TD_OK;
 }
 
+td_status_t td_cuda_join(td_model_device_t *d, uint32_t which)
+{
+    for (uint32_t r = 1; r < d->rank_count; r++) {
+        const td_cuda_rank_t *rank = &d->ranks[r];
+        TD_TRY(
+            td_cuda_check(cudaEventRecord(rank->joined[which], rank->compute), "cudaEventRecord"));
+        TD_TRY(td_cuda_check(cudaStreamWaitEvent(d->ranks[0].compute, rank->joined[which], 0),
+                             "cudaStreamWaitEvent"));
+    }
+    return TD_OK;
+}
+
+td_status_t td_cuda_fork(td_model_device_t *d)
+{
+    const td_cuda_rank_t *first = &d->ranks[0];
+
+    if (d->rank_count > 1) {
+        TD_TRY(td_cuda_check(cudaEventRecord(first->joined[0], first->compute), "cudaEventRecord"));
+    }
+    for (uint32_t r = 1; r < d->rank_count; r++) {
+        TD_TRY(td_cuda_check(cudaStreamWaitEvent(d->ranks[r].compute, first->joined[0], 0),
+                             "cudaStreamWaitEvent"));
+    }
+    return TD_OK;
+}
+
 /* --- gathering -------------------------------------------------------------------------------- */
 
 static td_cuda_piece_t piece_of(const td_cuda_rank_t *rank, const td_model_t *m,

@@ -294,21 +294,26 @@ static td_status_t layers(td_model_device_t *d, const td_model_t *m, uint32_t be
     return TD_OK;
 }
 
-/* The kernels of a whole pass, and what it hands out. */
+/* The kernels of a whole pass, and what it hands out. It begins and ends on the first rank's
+ * stream, so that all of it can be kept as one graph. */
 static td_status_t launch_pass(void *ctx)
 {
     const pass_launch_t *p = ctx;
 
+    p->d->phases = 0;
+    TD_TRY(td_cuda_fork(p->d));
     TD_TRY(td_cuda_phase(p->d, p->m, embed, 0));
     TD_TRY(layers(p->d, p->m, 0, p->m->pass.layers));
-    return td_cuda_phase(p->d, p->m, output_head, 0);
+    TD_TRY(td_cuda_phase(p->d, p->m, output_head, 0));
+    TD_TRY(td_cuda_join(p->d, 1));
+    return p->d->rank_count == 1 ? TD_OK : td_cuda_rank_choose(&p->d->ranks[0]);
 }
 
 /* Nobody waits for layers, and nothing is copied behind them: all of it at once. */
 static bool is_kept(const td_model_device_t *d, const td_model_t *m)
 {
-    return d->rank_count == 1 && m->pass.on_layers == NULL && d->mapped && d->pinned[0] != NULL &&
-           d->pinned[1] != NULL && m->pass.row_count <= TD_CUDA_GRAPH_ROWS_MAX;
+    return m->pass.on_layers == NULL && d->mapped && d->pinned[0] != NULL && d->pinned[1] != NULL &&
+           m->pass.row_count <= TD_CUDA_GRAPH_ROWS_MAX;
 }
 
 /* A step of layers after the other; what is announced of one leaves while the next is computed. */
@@ -319,6 +324,7 @@ static td_status_t run_steps(td_model_device_t *d, const td_model_t *m)
     uint32_t turn = 0;
     uint32_t begin = 0;
 
+    d->phases = 0;
     TD_TRY(td_cuda_phase(d, m, embed, 0));
     for (; begin < p->layers; begin += step, turn ^= 1) {
         const uint32_t end = TD_MIN(begin + step, p->layers);
@@ -353,10 +359,12 @@ static td_status_t run_pass(td_model_device_t *d, const td_model_t *m)
                                              cudaMemcpyHostToDevice, d->ranks[r].compute),
                              "cudaMemcpyAsync"));
     }
-    d->phases = 0;
-    TD_TRY(is_kept(d, m)
-               ? td_cuda_graphs_run(&d->graphs, d->ranks[0].compute, &shape, launch_pass, &launch)
-               : run_steps(d, m));
+    if (is_kept(d, m)) {
+        TD_TRY(td_cuda_join(d, 0)); /* the plan is on every device */
+        TD_TRY(td_cuda_graphs_run(&d->graphs, d->ranks[0].compute, &shape, launch_pass, &launch));
+    } else {
+        TD_TRY(run_steps(d, m));
+    }
     for (uint32_t r = 0; r < d->rank_count; r++) {
         TD_TRY(td_cuda_check(cudaStreamSynchronize(d->ranks[r].compute), "cudaStreamSynchronize"));
     }

@@ -153,7 +153,7 @@ static td_status_t open_device(td_cuda_rank_t *rank, const td_model_t *m)
 
 #define EVENTS(rank)                                                                               \
     {                                                                                              \
-        (rank)->computed, (rank)->left, (rank)->staged, (rank)->ready                              \
+        (rank)->computed, (rank)->left, (rank)->staged, (rank)->ready, (rank)->joined              \
     }
 
 static td_status_t make_streams(td_cuda_rank_t *rank)

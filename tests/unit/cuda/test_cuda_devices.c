@@ -36,13 +36,8 @@ static void set_way(const way_t *way)
 static td_model_options_t options_of(uint32_t devices)
 {
     td_model_options_t options = cuda_options(64, 8u << 20);
-    int there = 0;
 
-    assert_int_equal(cudaGetDeviceCount(&there), cudaSuccess);
-    options.device_count = devices;
-    for (uint32_t i = 0; i < devices; i++) {
-        options.devices[i] = (devices - 1 - i) % (uint32_t)there; /* in no order of theirs */
-    }
+    rig_on_devices(&options, devices);
     return options;
 }
 

@@ -34,3 +34,15 @@ static inline td_pool_t *rig_use_pool(rig_t *rig, uint32_t blocks)
     td_model_use_pool(rig->model, pool);
     return pool;
 }
+
+/** The model on this many devices. A machine that has fewer stands for several. */
+static inline void rig_on_devices(td_model_options_t *options, uint32_t devices)
+{
+    int there = 0;
+
+    assert_int_equal(cudaGetDeviceCount(&there), cudaSuccess);
+    options->device_count = devices;
+    for (uint32_t i = 0; i < devices; i++) {
+        options->devices[i] = (devices - 1 - i) % (uint32_t)there; /* in no order of theirs */
+    }
+}
