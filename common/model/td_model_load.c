@@ -62,14 +62,13 @@ td_status_t td_backend_parse(const char *text, td_backend_t *out)
     return TD_OK;
 }
 
-td_status_t td_devices_parse(const char *text, td_model_options_t *options)
+td_status_t td_devices_parse(const char *text, td_devices_t *out)
 {
-    uint32_t devices[TD_MODEL_DEVICES_MAX];
-    uint32_t count = 0;
+    td_devices_t devices = {.count = 0};
 
     for (const char *at = text;; at++) {
         uint32_t device = 0;
-        if (count == TD_MODEL_DEVICES_MAX || *at < '0' || *at > '9') {
+        if (devices.count == TD_MODEL_DEVICES_MAX || *at < '0' || *at > '9') {
             return TD_ERR_INVALID;
         }
         for (; *at >= '0' && *at <= '9'; at++) {
@@ -78,7 +77,7 @@ td_status_t td_devices_parse(const char *text, td_model_options_t *options)
                 return TD_ERR_INVALID;
             }
         }
-        devices[count++] = device;
+        devices.ids[devices.count++] = device;
         if (*at == '\0') {
             break;
         }
@@ -86,8 +85,7 @@ td_status_t td_devices_parse(const char *text, td_model_options_t *options)
             return TD_ERR_INVALID;
         }
     }
-    memcpy(options->devices, devices, count * sizeof(*devices));
-    options->device_count = count;
+    *out = devices;
     return TD_OK;
 }
 
@@ -589,8 +587,8 @@ static td_status_t check_backend(const td_model_options_t *o)
 static td_status_t check_options(const td_model_options_t *o)
 {
     TD_TRY(check_backend(o));
-    if (o->device_count > TD_MODEL_DEVICES_MAX) {
-        TD_LOG_ERROR("model options out of range", "devices=%u devices_max=%u", o->device_count,
+    if (o->devices.count > TD_MODEL_DEVICES_MAX) {
+        TD_LOG_ERROR("model options out of range", "devices=%u devices_max=%u", o->devices.count,
                      TD_MODEL_DEVICES_MAX);
         return TD_ERR_INVALID;
     }

@@ -78,6 +78,11 @@ size_t emu_memory_used(void)
     return sum;
 }
 
+size_t emu_memory_used_of(int device)
+{
+    return memory_used[device];
+}
+
 void emu_set_devices(int count, bool peers)
 {
     device_count = count;

@@ -47,8 +47,9 @@ void emu_set_streams(uint32_t seed);
 uint32_t emu_fail_at(uint32_t nth);
 /** Graphs launched since the process began. */
 uint64_t emu_graphs(void);
-/** Bytes given out and not freed. */
+/** Bytes given out and not freed, of all devices or of one. */
 size_t emu_memory_used(void);
+size_t emu_memory_used_of(int device);
 /** Launches since the process began. */
 uint64_t emu_launches(void);
 

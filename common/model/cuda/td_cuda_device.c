@@ -99,7 +99,7 @@ static td_status_t device_create(const td_model_t *m, td_model_device_t **out)
     if (d == NULL) {
         goto err;
     }
-    d->rank_count = TD_MAX(m->options.device_count, 1u);
+    d->rank_count = TD_MAX(m->options.devices.count, 1u);
     d->ranks = td_calloc(d->rank_count, sizeof(*d->ranks));
     if (d->ranks == NULL) {
         d->rank_count = 0;

@@ -182,7 +182,7 @@ td_status_t td_cuda_rank_init(td_model_device_t *d, td_cuda_rank_t *rank, const 
 {
     const uint32_t number = (uint32_t)(rank - d->ranks);
 
-    rank->index = m->options.device_count == 0 ? 0 : (int)m->options.devices[number];
+    rank->index = (int)m->options.devices.ids[number];
     rank->share = td_cuda_share_of(&m->info, number, d->rank_count);
     rank->kv = m->info.kv;
     rank->kv.kv_heads = td_cuda_width(rank->share.kv_heads);

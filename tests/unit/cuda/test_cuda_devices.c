@@ -11,7 +11,9 @@
 #include "tests/unit/cuda/test_cuda_model_rig.h"
 
 void emu_set_devices(int count, bool peers) __attribute__((weak));
-void emu_set_streams(uint32_t seed) __attribute__((weak));
+void emu_set_memory_of(int device, size_t bytes) __attribute__((weak));
+size_t emu_memory_used(void) __attribute__((weak));
+size_t emu_memory_used_of(int device) __attribute__((weak));
 
 /* How the devices run: what changes no bit. */
 typedef struct way {
@@ -164,6 +166,131 @@ static void test_masks(void **state)
     }
 }
 
+/* Blocks are the host's, and whole: what some devices have computed others go on with, as many or
+ * not. */
+static void test_any_number_feeds_any_other(void **state)
+{
+    static const uint32_t degrees[] = {1, 2, 3, 4};
+    enum { PROMPT = 37, STEPS = 3 };
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1, .kv_heads = 4};
+    float want[STEPS][TINY_VOCAB];
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    for (uint32_t turn = 0; turn <= TD_ARRAY_LEN(degrees) * TD_ARRAY_LEN(degrees); turn++) {
+        const uint32_t pair = turn - 1; /* the first turn is the CPU's */
+        const way_t way = way_of(turn);
+        float ignored[TINY_VOCAB];
+        rig_t rigs[2];
+        set_way(&way);
+        for (int side = 0; side < 2; side++) {
+            td_model_options_t options =
+                options_of(turn == 0 ? 1 : degrees[(side == 0 ? pair / 4 : pair) % 4]);
+            options.backend = turn == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
+            options.kv_codec = TD_KV_I8;
+            rig_init(&rigs[side], gguf, &options, 1, PROMPT + STEPS);
+        }
+        prefill(&rigs[0], 0, PROMPT, 64, ignored);
+        memcpy(rigs[1].pool, rigs[0].pool, rigs[0].pool_bytes);
+        for (uint32_t step = 0; step < STEPS; step++) {
+            const float *logits = NULL;
+            set_row(&rigs[1], 0, 0, PROMPT + step, true);
+            assert_int_equal(td_model_forward(rigs[1].model, rigs[1].pool, rigs[1].rows, 1, 0, NULL,
+                                              NULL, &logits),
+                             TD_OK);
+            if (turn == 0) {
+                memcpy(want[step], logits, sizeof(want[step]));
+            } else {
+                cuda_assert_same_bits(want[step], logits, TINY_VOCAB, "behind another's blocks");
+            }
+        }
+        rig_fini(&rigs[0]);
+        rig_fini(&rigs[1]);
+    }
+    if (emu_set_streams != NULL) {
+        emu_set_streams(0);
+    }
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+/* --- memory
+ * ---------------------------------------------------------------------------------------
+ */
+
+/* The second device has less: loading works or says so, and leaves nothing on any. */
+static void test_too_little_memory_on_one_device(void **state)
+{
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1, .kv_heads = 4};
+    const td_model_options_t options = options_of(4);
+    uint32_t refused = 0;
+    bool loaded = false;
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    if (emu_set_memory_of == NULL) {
+        td_gguf_close(gguf);
+        tiny_fini(&tiny);
+        skip(); /* a device's memory is what it is */
+    }
+    for (size_t bytes = 1024; !loaded; bytes = bytes * 5 / 4) {
+        td_model_t *model = NULL;
+        td_status_t status = TD_OK;
+        assert_true(bytes < (64u << 20));
+        emu_set_memory_of((int)options.devices.ids[1], bytes);
+        status = td_model_load(gguf, &options, &model);
+        loaded = status == TD_OK;
+        assert_true(loaded || status == TD_ERR_NO_MEMORY);
+        refused += loaded ? 0 : 1;
+        if (loaded) {
+            td_model_destroy(model);
+        }
+        assert_int_equal(emu_memory_used(), 0);
+    }
+    assert_true(refused > 10);
+    emu_set_memory_of((int)options.devices.ids[1], 0);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
+/* Each device has its share of weights and KV, and little besides. */
+static void test_a_device_has_a_share_of_the_memory(void **state)
+{
+    const tiny_spec_t spec = {.type = TD_GGUF_F32, .kv_heads = 8, .ff = 1024, .untied = true};
+    size_t used[4] = {0};
+    tiny_t tiny;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+
+    (void)state;
+    if (emu_memory_used_of == NULL) {
+        td_gguf_close(gguf);
+        tiny_fini(&tiny);
+        skip();
+    }
+    for (uint32_t degree = 1; degree <= 4; degree *= 4) {
+        td_model_options_t options = options_of(degree);
+        td_model_t *model = NULL;
+        options.rows_max = 1; /* weights and KV are what counts */
+        options.logit_rows_max = 1;
+        options.device_kv_bytes = (8u << 20) / degree;
+        options.context_max = 64;
+        assert_int_equal(td_model_load(gguf, &options, &model), TD_OK);
+        for (uint32_t i = 0; i < degree; i++) {
+            const size_t bytes = emu_memory_used_of((int)options.devices.ids[i]);
+            if (degree == 1) {
+                used[0] = bytes;
+            } else { /* parts of rows and lists are each one's own */
+                assert_in_range(bytes, used[0] / 5, used[0] / 2);
+            }
+        }
+        td_model_destroy(model);
+    }
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+}
+
 /* --- shares --------------------------------------------------------------------------------------
  */
 
@@ -222,9 +349,9 @@ static void test_what_is_refused(void **state)
     (void)state;
     assert_int_equal(td_model_load(gguf, &options, &model), TD_ERR_UNSUPPORTED);
     options = options_of(2);
-    options.devices[1] = TD_MODEL_DEVICE_MAX; /* there is none */
+    options.devices.ids[1] = TD_MODEL_DEVICE_MAX; /* there is none */
     assert_int_equal(td_model_load(gguf, &options, &model), TD_ERR_UNSUPPORTED);
-    options.device_count = TD_MODEL_DEVICES_MAX + 1;
+    options.devices.count = TD_MODEL_DEVICES_MAX + 1;
     assert_int_equal(td_model_load(gguf, &options, &model), TD_ERR_INVALID);
     assert_null(model);
     td_gguf_close(gguf);
@@ -237,6 +364,9 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_uneven_shares),
     cmocka_unit_test(test_chunks_and_long_contexts),
     cmocka_unit_test(test_masks),
+    cmocka_unit_test(test_any_number_feeds_any_other),
+    cmocka_unit_test(test_too_little_memory_on_one_device),
+    cmocka_unit_test(test_a_device_has_a_share_of_the_memory),
     cmocka_unit_test(test_shares_are_the_whole),
     cmocka_unit_test(test_what_is_refused),
 };

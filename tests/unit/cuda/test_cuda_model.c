@@ -12,42 +12,11 @@ void emu_set_memory(size_t bytes) __attribute__((weak));
 uint64_t emu_graphs(void) __attribute__((weak));
 size_t emu_memory_used(void) __attribute__((weak));
 
-void emu_set_streams(uint32_t seed) __attribute__((weak));
-
-static uint32_t devices; /* that run the model */
-
-static int one_device(void **state)
-{
-    (void)state;
-    devices = 1;
-    return 0;
-}
-
-/* And none of them waits for another without need. */
-static int two_devices(void **state)
-{
-    (void)state;
-    devices = 2;
-    if (emu_set_streams != NULL) {
-        emu_set_streams(11);
-    }
-    return 0;
-}
-
-static int as_before(void **state)
-{
-    (void)state;
-    if (emu_set_streams != NULL) {
-        emu_set_streams(0);
-    }
-    return 0;
-}
-
 static td_model_options_t device_options(void)
 {
     td_model_options_t options = cuda_options(64, 8u << 20);
 
-    rig_on_devices(&options, devices);
+    rig_on_devices(&options, rig_devices);
     return options;
 }
 
@@ -597,24 +566,18 @@ static void test_loading_with_too_little_memory(void **state)
     tiny_fini(&tiny);
 }
 
-#define ON_DEVICES(test)                                                                           \
-    cmocka_unit_test_setup(test, one_device),                                                      \
-    {                                                                                              \
-#test "_on_two_devices", test, two_devices, as_before, NULL                                \
-    }
-
 static const struct CMUnitTest tests[] = {
-    ON_DEVICES(test_every_weight_type_and_precision),
-    ON_DEVICES(test_chunks_and_long_contexts),
-    ON_DEVICES(test_masks),
-    ON_DEVICES(test_a_batch_is_its_sequences),
-    ON_DEVICES(test_layers_are_announced_when_they_are_with_the_host),
-    ON_DEVICES(test_blocks_come_and_go),
-    ON_DEVICES(test_blocks_that_the_host_changed),
-    ON_DEVICES(test_trees_have_the_bits_of_their_paths),
-    ON_DEVICES(test_decoding_by_graphs_has_the_bits_of_the_cpu),
-    ON_DEVICES(test_random_passes_have_the_bits_of_the_cpu),
-    ON_DEVICES(test_first_layers_only),
-    ON_DEVICES(test_loading_with_too_little_memory),
+    RIG_ON_DEVICES(test_every_weight_type_and_precision),
+    RIG_ON_DEVICES(test_chunks_and_long_contexts),
+    RIG_ON_DEVICES(test_masks),
+    RIG_ON_DEVICES(test_a_batch_is_its_sequences),
+    RIG_ON_DEVICES(test_layers_are_announced_when_they_are_with_the_host),
+    RIG_ON_DEVICES(test_blocks_come_and_go),
+    RIG_ON_DEVICES(test_blocks_that_the_host_changed),
+    RIG_ON_DEVICES(test_trees_have_the_bits_of_their_paths),
+    RIG_ON_DEVICES(test_decoding_by_graphs_has_the_bits_of_the_cpu),
+    RIG_ON_DEVICES(test_random_passes_have_the_bits_of_the_cpu),
+    RIG_ON_DEVICES(test_first_layers_only),
+    RIG_ON_DEVICES(test_loading_with_too_little_memory),
 };
 CUDA_TEST_MAIN(tests)

@@ -41,8 +41,45 @@ static inline void rig_on_devices(td_model_options_t *options, uint32_t devices)
     int there = 0;
 
     assert_int_equal(cudaGetDeviceCount(&there), cudaSuccess);
-    options->device_count = devices;
+    options->devices.count = devices;
     for (uint32_t i = 0; i < devices; i++) {
-        options->devices[i] = (devices - 1 - i) % (uint32_t)there; /* in no order of theirs */
+        options->devices.ids[i] = (devices - 1 - i) % (uint32_t)there; /* in no order of theirs */
     }
 }
+
+/* Tests that are run on one device, and once more on two. */
+static uint32_t rig_devices __attribute__((unused)); /* just now */
+void emu_set_streams(uint32_t seed) __attribute__((weak));
+
+static inline int rig_one_device(void **state)
+{
+    (void)state;
+    rig_devices = 1;
+    return 0;
+}
+
+/* Neither waits for the other without need. */
+static inline int rig_two_devices(void **state)
+{
+    (void)state;
+    rig_devices = 2;
+    if (emu_set_streams != NULL) {
+        emu_set_streams(11);
+    }
+    return 0;
+}
+
+static inline int rig_as_before(void **state)
+{
+    (void)state;
+    if (emu_set_streams != NULL) {
+        emu_set_streams(0);
+    }
+    return 0;
+}
+
+#define RIG_ON_DEVICES(test)                                                                       \
+    cmocka_unit_test_setup(test, rig_one_device),                                                  \
+    {                                                                                              \
+#test "_on_two_devices", test, rig_two_devices, rig_as_before, NULL                        \
+    }
