@@ -175,8 +175,6 @@ static td_status_t count_places(td_model_device_t *d, const td_model_t *m)
                          total_bytes);
             return TD_ERR_NO_MEMORY;
         }
-        TD_LOG_INFO("device memory", "device=%d free_bytes=%zu total_bytes=%zu", rank->index,
-                    free_bytes, total_bytes);
     }
     return TD_OK;
 }
@@ -187,10 +185,15 @@ static td_status_t device_start(td_model_device_t *d, const td_model_t *m)
     for (uint32_t r = 0; r < d->rank_count; r++) {
         td_cuda_rank_t *rank = &d->ranks[r];
         const size_t block_bytes = td_kv_block_bytes(&rank->kv);
+        size_t free_bytes = 0;
+        size_t total_bytes = 0;
         TD_TRY(td_cuda_rank_choose(rank));
         TD_TRY(td_cuda_take(rank, d->places * block_bytes, "kv", &rank->pool));
-        TD_LOG_INFO("device kv", "device=%d blocks=%u block_bytes=%zu bytes=%zu", rank->index,
-                    d->places, block_bytes, d->places * block_bytes);
+        TD_TRY(td_cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo"));
+        TD_LOG_INFO("device kv",
+                    "device=%d blocks=%u block_bytes=%zu bytes=%zu free_bytes=%zu total_bytes=%zu",
+                    rank->index, d->places, block_bytes, d->places * block_bytes, free_bytes,
+                    total_bytes);
     }
     TD_TRY(td_cuda_mirror_create(d->places, TD_POOL_BLOCKS_MAX, &d->mirror));
     pin(d, 0, m->logits,
