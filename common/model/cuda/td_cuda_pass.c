@@ -1,5 +1,6 @@
 /* A pass, top to bottom: what is launched, what travels, and who is told. */
 #include "common/base/td_base.h"
+#include "common/base/td_log.h"
 #include "common/model/cuda/td_cuda_device.h"
 
 td_cuda_acts_t td_cuda_acts_of(const td_cuda_acts_t *buffer, uint32_t dim)
@@ -371,6 +372,22 @@ static td_status_t run_pass(td_model_device_t *d, const td_model_t *m)
     return TD_OK;
 }
 
+/* What was under way is let end. Which device it is that fails shows here. */
+static void settle(const td_cuda_rank_t *rank)
+{
+    const cudaStream_t streams[] = {rank->compute, rank->out};
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(streams); i++) {
+        const cudaError_t error = cudaStreamSynchronize(streams[i]);
+        if (error != cudaSuccess) {
+            (void)cudaGetLastError();
+            TD_LOG_ERROR("device failed", "device=%d error=%s", rank->index,
+                         cudaGetErrorName(error));
+            return;
+        }
+    }
+}
+
 td_status_t td_cuda_forward(td_model_device_t *d, td_model_t *m)
 {
     td_status_t status = TD_OK;
@@ -381,12 +398,10 @@ td_status_t td_cuda_forward(td_model_device_t *d, td_model_t *m)
         status = run_pass(d, m);
     }
     if (status != TD_OK) {
-        /* What was under way is let end, and no copy is trusted. */
         for (uint32_t r = 0; r < d->rank_count; r++) {
-            (void)cudaStreamSynchronize(d->ranks[r].compute);
-            (void)cudaStreamSynchronize(d->ranks[r].out);
+            settle(&d->ranks[r]);
         }
-        td_cuda_mirror_forget_all(d->mirror);
+        td_cuda_mirror_forget_all(d->mirror); /* no copy is trusted */
     }
     return status;
 }

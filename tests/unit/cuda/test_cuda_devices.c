@@ -10,7 +10,6 @@
 #include "common/model/cuda/td_cuda_share.h"
 #include "tests/unit/cuda/test_cuda_model_rig.h"
 
-void emu_set_devices(int count, bool peers) __attribute__((weak));
 void emu_set_memory_of(int device, size_t bytes) __attribute__((weak));
 size_t emu_memory_used(void) __attribute__((weak));
 size_t emu_memory_used_of(int device) __attribute__((weak));

@@ -173,6 +173,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         RIG_ON_DEVICES(test_loading_survives_every_failure),
         RIG_ON_DEVICES(test_a_pass_survives_every_failure),
+        RIG_ON_TWO_APART(test_a_pass_survives_every_failure),
         RIG_ON_DEVICES(test_a_pool_that_cannot_be_mapped),
     };
 

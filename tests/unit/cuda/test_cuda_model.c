@@ -577,6 +577,8 @@ static const struct CMUnitTest tests[] = {
     RIG_ON_DEVICES(test_trees_have_the_bits_of_their_paths),
     RIG_ON_DEVICES(test_decoding_by_graphs_has_the_bits_of_the_cpu),
     RIG_ON_DEVICES(test_random_passes_have_the_bits_of_the_cpu),
+    RIG_ON_TWO_APART(test_random_passes_have_the_bits_of_the_cpu),
+    RIG_ON_TWO_APART(test_decoding_by_graphs_has_the_bits_of_the_cpu),
     RIG_ON_DEVICES(test_first_layers_only),
     RIG_ON_DEVICES(test_loading_with_too_little_memory),
 };

@@ -50,6 +50,7 @@ static inline void rig_on_devices(td_model_options_t *options, uint32_t devices)
 /* Tests that are run on one device, and once more on two. */
 static uint32_t rig_devices __attribute__((unused)); /* just now */
 void emu_set_streams(uint32_t seed) __attribute__((weak));
+void emu_set_devices(int count, bool peers) __attribute__((weak));
 
 static inline int rig_one_device(void **state)
 {
@@ -69,17 +70,30 @@ static inline int rig_two_devices(void **state)
     return 0;
 }
 
+/* Nor can either read the other's memory. */
+static inline int rig_two_apart(void **state)
+{
+    if (emu_set_devices != NULL) {
+        emu_set_devices(EMU_DEVICES, false);
+    }
+    return rig_two_devices(state);
+}
+
 static inline int rig_as_before(void **state)
 {
     (void)state;
     if (emu_set_streams != NULL) {
         emu_set_streams(0);
+        emu_set_devices(EMU_DEVICES, true);
     }
     return 0;
 }
 
-#define RIG_ON_DEVICES(test)                                                                       \
-    cmocka_unit_test_setup(test, rig_one_device),                                                  \
+#define RIG_TEST(test, name, setup)                                                                \
     {                                                                                              \
-#test "_on_two_devices", test, rig_two_devices, rig_as_before, NULL                        \
+        name, test, setup, rig_as_before, NULL                                                     \
     }
+#define RIG_ON_DEVICES(test)                                                                       \
+    RIG_TEST(test, #test, rig_one_device), RIG_TEST(test, #test "_on_two_devices", rig_two_devices)
+/* And where they must have copies of each other's parts. */
+#define RIG_ON_TWO_APART(test) RIG_TEST(test, #test "_on_two_apart", rig_two_apart)
