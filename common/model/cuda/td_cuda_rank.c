@@ -2,7 +2,6 @@
 #include "common/model/cuda/td_cuda_device.h"
 
 #include "common/base/td_base.h"
-#include "common/base/td_clock.h"
 #include "common/base/td_log.h"
 #include "common/model/cuda/td_cuda_pack.h"
 
