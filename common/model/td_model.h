@@ -16,7 +16,9 @@
 #include "common/kv/td_pool.h"
 #include "common/model/td_gguf.h"
 
-#define TD_MODEL_ROWS_MAX 4096u /* rows of one pass */
+#define TD_MODEL_ROWS_MAX 4096u   /* rows of one pass */
+#define TD_MODEL_DEVICES_MAX 8u   /* that run a model together */
+#define TD_MODEL_DEVICE_MAX 1023u /* the highest number of one */
 
 typedef enum td_precision {
     TD_PRECISION_FAST = 0, /* int8 activations */
@@ -38,10 +40,16 @@ typedef enum td_backend {
     TD_BACKEND_CUDA /* only where the program is linked with it */
 } td_backend_t;
 
+/** Zero-initialised: device 0 alone. */
+typedef struct td_devices {
+    uint32_t ids[TD_MODEL_DEVICES_MAX];
+    uint32_t count; /* 0 = device 0 alone */
+} td_devices_t;
+
 typedef struct td_model_options {
     td_backend_t backend;
-    uint32_t device;          /* cuda: which one */
-    uint64_t device_kv_bytes; /* cuda: for copies of KV blocks; 0 = what is free after loading */
+    td_devices_t devices;     /* cuda: each has a share of the model */
+    uint64_t device_kv_bytes; /* cuda: of each, for copies of KV blocks; 0 = what is free then */
     td_precision_t precision;
     td_isa_t isa;
     uint32_t threads;        /* 1..TD_THREADS_MAX */
@@ -103,6 +111,10 @@ TD_MUST_CHECK td_status_t td_isa_parse(const char *text, td_isa_t *out);
 /** "cpu" or "cuda". Errors: TD_ERR_INVALID. */
 TD_MUST_CHECK td_status_t td_backend_parse(const char *text, td_backend_t *out);
 #define TD_BACKEND_NAMES "cpu|cuda" /* as TD_OPTION_CHOICE wants them */
+
+/** A list of devices, "0" or "0,1,2,3". Errors: TD_ERR_INVALID (not such a list, more than
+ * TD_MODEL_DEVICES_MAX, or one above TD_MODEL_DEVICE_MAX). */
+TD_MUST_CHECK td_status_t td_devices_parse(const char *text, td_devices_t *out);
 
 /** The pool whose memory passes will be given: a backend that keeps copies of blocks sees by a
  * block's epoch that it was given out anew, and then its copy is of no use.

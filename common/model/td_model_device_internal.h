@@ -1,8 +1,8 @@
-/* td_model_device_internal.h - what a device's backend does for a model: it has its own weights and
- * buffers and runs passes in place of the CPU's threads, with the same bits (I1). The blocks of KV
- * stay the host's: the device keeps copies of those it needs, and what a pass writes is back in the
- * host's before the pass says so. Design: common/model/cuda/DESIGN.md.
- * Threads: owner, the model's. */
+/* td_model_device_internal.h - what the backend of a device, or of several that share a model, does
+ * for it: it has its own weights and buffers and runs passes in place of the CPU's threads, with
+ * the same bits (I1). The blocks of KV stay the host's: the device keeps copies of those it needs,
+ * and what a pass writes is back in the host's before the pass says so. Design:
+ * common/model/cuda/DESIGN.md. Threads: owner, the model's. */
 #pragma once
 
 #include "common/model/td_model_internal.h"

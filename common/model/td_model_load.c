@@ -62,6 +62,33 @@ td_status_t td_backend_parse(const char *text, td_backend_t *out)
     return TD_OK;
 }
 
+td_status_t td_devices_parse(const char *text, td_devices_t *out)
+{
+    td_devices_t devices = {.count = 0};
+
+    for (const char *at = text;; at++) {
+        uint32_t device = 0;
+        if (devices.count == TD_MODEL_DEVICES_MAX || *at < '0' || *at > '9') {
+            return TD_ERR_INVALID;
+        }
+        for (; *at >= '0' && *at <= '9'; at++) {
+            device = device * 10 + (uint32_t)(*at - '0');
+            if (device > TD_MODEL_DEVICE_MAX) {
+                return TD_ERR_INVALID;
+            }
+        }
+        devices.ids[devices.count++] = device;
+        if (*at == '\0') {
+            break;
+        }
+        if (*at != ',') {
+            return TD_ERR_INVALID;
+        }
+    }
+    *out = devices;
+    return TD_OK;
+}
+
 /* --- metadata ------------------------------------------------------------------------------- */
 
 /* Reads a key; when an optional one is absent, *value keeps its default. */
@@ -569,6 +596,11 @@ static td_status_t check_backend(const td_model_options_t *o)
 static td_status_t check_options(const td_model_options_t *o)
 {
     TD_TRY(check_backend(o));
+    if (o->devices.count > TD_MODEL_DEVICES_MAX) {
+        TD_LOG_ERROR("model options out of range", "devices=%u devices_max=%u", o->devices.count,
+                     TD_MODEL_DEVICES_MAX);
+        return TD_ERR_INVALID;
+    }
     if ((unsigned)o->precision > TD_PRECISION_EXACT || (unsigned)o->isa > TD_ISA_AVX512 ||
         o->threads == 0 || o->threads > TD_THREADS_MAX || o->rows_max == 0 ||
         o->rows_max > TD_MODEL_ROWS_MAX || o->logit_rows_max > o->rows_max) {
@@ -632,6 +664,7 @@ static void name_numerics(td_model_info_t *info, td_precision_t precision)
 static td_status_t load_all(td_model_t *m, const td_gguf_t *gguf)
 {
     TD_TRY(check_options(&m->options));
+    m->limit16 = m->options.precision == TD_PRECISION_FAST ? TD_CPU_INT8_MAX : TD_CPU_INT16_MAX;
     TD_TRY(choose_isa(m->options.isa, &m->ops));
     TD_TRY(check_architecture(gguf));
     TD_TRY(read_hyper_parameters(m, gguf));
@@ -655,7 +688,6 @@ static td_status_t load_all(td_model_t *m, const td_gguf_t *gguf)
     m->heads_are_groups =
         m->info.heads / m->info.kv.kv_heads * m->info.kv.head_dim % TD_CPU_GROUP == 0;
     TD_TRY(td_threads_create(m->options.threads, &m->threads));
-    m->limit16 = m->options.precision == TD_PRECISION_FAST ? TD_CPU_INT8_MAX : TD_CPU_INT16_MAX;
     read_name(gguf, m->info.name);
     td_gguf_fingerprint(gguf, m->info.fingerprint);
     name_numerics(&m->info, m->options.precision);

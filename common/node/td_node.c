@@ -26,7 +26,12 @@ td_status_t td_node_model_options(const td_node_t *n, td_model_options_t *out)
     }
     TD_TRY(td_precision_parse(td_config_text(c, "precision"), &options.precision));
     TD_TRY(td_backend_parse(td_config_text(c, "backend"), &options.backend));
-    options.device = (uint32_t)td_config_u64(c, "device");
+    if (td_devices_parse(td_config_text(c, "device"), &options.devices) != TD_OK) {
+        TD_LOG_ERROR("devices not understood",
+                     "got=\"%s\" expected=\"numbers up to %u with commas, at most %u\"",
+                     td_config_text(c, "device"), TD_MODEL_DEVICE_MAX, TD_MODEL_DEVICES_MAX);
+        return TD_ERR_INVALID;
+    }
     options.device_kv_bytes = td_config_u64(c, "device-kv");
     TD_TRY(td_kv_codec_parse(td_config_text(c, "kv-codec"), &options.kv_codec));
     *out = options;

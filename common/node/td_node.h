@@ -40,10 +40,14 @@
          0,           "fast|mixed|exact"},                                                           \
         {"backend", TD_OPTION_CHOICE, "cpu", "what runs the model; never changes a result", 0,       \
          0,         TD_BACKEND_NAMES},                                                               \
-        {"device", TD_OPTION_COUNT, "0", "cuda: which device", 0, 1023},                             \
-        {"device-kv", TD_OPTION_BYTES,                                                               \
-         "0",         "cuda: memory for copies of KV blocks, 0 = what is free after loading",        \
-         0,           1ull << 46},                                                                   \
+        {"device", TD_OPTION_TEXT, "0",                                                              \
+         "cuda: which device; several (0,1,2,3) have a part of the model each"},                     \
+        {"device-kv",                                                                                \
+         TD_OPTION_BYTES,                                                                            \
+         "0",                                                                                        \
+         "cuda: memory of each device for copies of KV blocks, 0 = what is free after loading",      \
+         0,                                                                                          \
+         1ull << 46},                                                                                \
         {"threads", TD_OPTION_COUNT, "0", "compute threads, 0 = all CPUs", 0, TD_NODE_THREADS_MAX},  \
         {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block, a multiple of 16", 16, 1024}, \
         {"kv-codec",                                                                                 \

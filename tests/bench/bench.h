@@ -39,6 +39,7 @@ bool bench_parse_u32(const char *option, const char *text, uint32_t min, uint32_
 bool bench_parse_isa(const char *text, td_isa_t *out);
 #define BENCH_BACKEND_NAMES "cpu or cuda"
 bool bench_parse_backend(const char *text, td_backend_t *out);
+bool bench_parse_devices(const char *text, td_devices_t *out);
 bool bench_parse_precision(const char *text, td_precision_t *out);
 #define BENCH_CODEC_NAMES "f16, f8_e4m3, i8 or f4_e2m1"
 bool bench_parse_codec(const char *text, td_kv_codec_t *out);

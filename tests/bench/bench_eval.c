@@ -19,6 +19,7 @@ typedef struct eval_options {
     uint32_t chunk;
     td_precision_t precision;
     td_backend_t backend;
+    td_devices_t devices;
     td_isa_t isa;
     td_kv_codec_t kv_codec;
     const char *attention; /* borrowed; NULL = the model's */
@@ -66,6 +67,7 @@ static void print_help(void)
                "                    default the model's\n"
                "  --context-max N   positions; above the model's only with a window or strides\n"
                "  --backend B       " BENCH_BACKEND_NAMES "; default cpu\n"
+               "  --device D[,D]    cuda: which, several with a part of the model each; default 0\n"
                "  --isa I           " BENCH_ISA_NAMES "; default auto; never changes a result\n"
                "  --help            this text");
 }
@@ -303,6 +305,7 @@ static int parse_options(int argc, char **argv, eval_options_t *o)
         BENCH_THREADS_OPTION(&o->threads),
         {.name = "precision", .kind = BENCH_PRECISION, .out = &o->precision},
         {.name = "backend", .kind = BENCH_BACKEND, .out = &o->backend},
+        {.name = "device", .kind = BENCH_DEVICES, .out = &o->devices},
         {.name = "isa", .kind = BENCH_ISA, .out = &o->isa},
         {.name = "kv-codec", .kind = BENCH_CODEC, .out = &o->kv_codec},
         {.name = "attention", .kind = BENCH_ATTENTION, .out = &o->attention},
@@ -332,6 +335,7 @@ int bench_eval(int argc, char **argv)
     }
     options = (td_model_options_t){.precision = e.options.precision,
                                    .backend = e.options.backend,
+                                   .devices = e.options.devices,
                                    .isa = e.options.isa,
                                    .threads = e.options.threads,
                                    .rows_max = e.options.chunk,

@@ -24,6 +24,7 @@ typedef struct model_options {
     uint32_t repeat;
     td_precision_t precision;
     td_backend_t backend;
+    td_devices_t devices;
     td_isa_t isa;
     td_kv_codec_t kv_codec;
     const char *attention; /* borrowed; NULL = the model's */
@@ -59,6 +60,7 @@ static void print_help(void)
         "the\n"
         "                    model's\n"
         "  --backend B       " BENCH_BACKEND_NAMES "; default cpu\n"
+        "  --device D[,D]    cuda: which, several with a part of the model each; default 0\n"
         "  --isa I           " BENCH_ISA_NAMES "; default auto\n"
         "  --repeat N        default 5\n"
         "  --json            one JSON object instead of a table\n"
@@ -403,6 +405,7 @@ static int parse_options(int argc, char **argv, model_options_t *o)
         BENCH_THREADS_OPTION(&o->threads),
         {.name = "precision", .kind = BENCH_PRECISION, .out = &o->precision},
         {.name = "backend", .kind = BENCH_BACKEND, .out = &o->backend},
+        {.name = "device", .kind = BENCH_DEVICES, .out = &o->devices},
         {.name = "isa", .kind = BENCH_ISA, .out = &o->isa},
         {.name = "kv-codec", .kind = BENCH_CODEC, .out = &o->kv_codec},
         {.name = "attention", .kind = BENCH_ATTENTION, .out = &o->attention},
@@ -427,6 +430,7 @@ int bench_model(int argc, char **argv)
     }
     options = (td_model_options_t){.precision = b.options.precision,
                                    .backend = b.options.backend,
+                                   .devices = b.options.devices,
                                    .isa = b.options.isa,
                                    .threads = b.options.threads,
                                    .rows_max = MODEL_CHUNK,

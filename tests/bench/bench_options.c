@@ -25,6 +25,8 @@ static bool read_one(const bench_option_t *o, char *text)
         return true;
     case BENCH_BACKEND:
         return bench_parse_backend(text, o->out);
+    case BENCH_DEVICES:
+        return bench_parse_devices(text, o->out);
     case BENCH_PRECISION:
         return bench_parse_precision(text, o->out);
     case BENCH_ISA:

@@ -11,6 +11,7 @@ typedef enum bench_option_kind {
     BENCH_TEXT,      /* out: const char * */
     BENCH_FLAG,      /* out: bool; takes no value */
     BENCH_BACKEND,   /* out: td_backend_t */
+    BENCH_DEVICES,   /* out: td_devices_t */
     BENCH_PRECISION, /* out: td_precision_t */
     BENCH_ISA,       /* out: td_isa_t */
     BENCH_CODEC,     /* out: td_kv_codec_t */

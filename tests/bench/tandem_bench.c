@@ -75,6 +75,16 @@ bool bench_parse_backend(const char *text, td_backend_t *out)
     return false;
 }
 
+bool bench_parse_devices(const char *text, td_devices_t *out)
+{
+    if (td_devices_parse(text, out) == TD_OK) {
+        return true;
+    }
+    (void)bench_usage_error("--device wants numbers with commas, at most %u, not \"%s\"",
+                            TD_MODEL_DEVICES_MAX, text);
+    return false;
+}
+
 bool bench_parse_precision(const char *text, td_precision_t *out)
 {
     if (td_precision_parse(text, out) == TD_OK) {

@@ -2,12 +2,15 @@
  * Threads: one at a time in the process. */
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+#define EMU_DEVICES 8 /* at most, and unless something else is said */
 
 #define EMU_EXIT_FAULT 3 /* of a process in which a kernel did what a device would not bear */
 
@@ -29,16 +32,24 @@ int emu_check(const void *address, const unsigned grid[3], const unsigned block[
 void emu_launch(const void *address, const unsigned grid[3], const unsigned block[3], void *params,
                 size_t shared_bytes);
 
-/** The largest number of bytes that the doubles give out at once; 0 = no limit. For tests of what
- * happens when memory runs out. */
+/** The largest number of bytes that the doubles give out at once on each device, or on one; 0 = no
+ * limit. For tests of what happens when memory runs out. */
 void emu_set_memory(size_t bytes);
+void emu_set_memory_of(int device, size_t bytes);
+/** How many devices there are, at most EMU_DEVICES, and whether they can read each other's memory
+ * once they are told to; what they were told is forgotten. Unless it is called the environment says
+ * it (EMU_DEVICES, EMU_PEERS=0). */
+void emu_set_devices(int count, bool peers);
+/** 0: streams do only what somebody waits for; else others go on in a random order, too. */
+void emu_set_streams(uint32_t seed);
 /** The nth call from now on that can fail fails, and only that one; 0 = none. Answers how far away
  * the one was that the last call had asked for; 0: it was reached. For tests. */
 uint32_t emu_fail_at(uint32_t nth);
 /** Graphs launched since the process began. */
 uint64_t emu_graphs(void);
-/** Bytes given out and not freed. */
+/** Bytes given out and not freed, of all devices or of one. */
 size_t emu_memory_used(void);
+size_t emu_memory_used_of(int device);
 /** Launches since the process began. */
 uint64_t emu_launches(void);
 

@@ -69,6 +69,7 @@ static td_status_t race_product(void)
                                             .form = form,
                                             .wide = form == TD_CUDA_BYTE ? 1 : wide};
                 p.y[0] = device(sizeof(float) * ROWS * OUTPUTS, 1);
+                TD_TRY(td_cuda_launch_init(0, 64, 256));
                 TD_TRY(td_cuda_launch_product(NULL, &p));
             }
         }
@@ -90,8 +91,20 @@ static td_status_t race_rows(void)
     const td_cuda_swiglu_t swiglu = {
         .gate = device(bytes, 1), .up = device(bytes, 1), .dim = DIM, .quantise = quantise};
 
+    const td_cuda_gather_t gather = {
+        .pieces = {{device(bytes, 1), 0, DIM / 2}, {device(bytes, 1), DIM / 2, DIM - DIM / 2}},
+        .count = 2,
+        .dim = DIM,
+        .out = device(bytes, 1),
+        .quantise = quantise};
+    td_cuda_gather_acts_t parts = {
+        .pieces = {{acts(), 0}}, .count = 1, .dim = DIM, .wide = 1, .out = acts()};
+
+    parts.pieces[0].acts.stride = DIM;
     TD_TRY(td_cuda_launch_norm(NULL, &norm, ROWS));
-    return td_cuda_launch_swiglu(NULL, &swiglu, ROWS);
+    TD_TRY(td_cuda_launch_swiglu(NULL, &swiglu, ROWS));
+    TD_TRY(td_cuda_launch_gather(NULL, &gather, ROWS));
+    return td_cuda_launch_gather_acts(NULL, &parts, ROWS);
 }
 
 static td_status_t race_attention(void)
@@ -148,6 +161,7 @@ static td_status_t race_attention(void)
                                                              .scale = device(BYTES, 1),
                                                              .sum = device(BYTES, 1),
                                                              .stride = 512}}};
+        TD_TRY(td_cuda_launch_init(0, kv.head_dim, 256));
         TD_TRY(td_cuda_launch_place(NULL, &place, 3));
         TD_ASSERT(cudaMemcpyAsync(items, &item, sizeof(item), cudaMemcpyHostToDevice, NULL) ==
                   cudaSuccess);

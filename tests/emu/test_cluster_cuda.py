@@ -12,6 +12,9 @@ from one_process import ask, one_process, reference_prompts
 
 STEPS = 3
 DEVICE = ("--backend", "cuda", "--device-kv", "64M")
+# Of three KV heads. A real one stands for several.
+SEVERAL = ("0,0", "0,0,0") if os.environ.get("TANDEM_GPU") else ("0,1", "2,0,1")
+TWO, THREE = (DEVICE + ("--device", which) for which in SEVERAL)
 
 
 def programs(options, folder):
@@ -29,9 +32,9 @@ def programs(options, folder):
     return folder
 
 
-def check(options, speculation=({},), **sides):
+def check(options, speculation=({},), count=None, **sides):
     """Each way of drafting gives the tokens and hashes of one process."""
-    prompts = [ids[:20] for ids in reference_prompts("v00")]
+    prompts = [ids[:20] for ids in reference_prompts("v00")][:count]
     expected = one_process(options, prompts, STEPS)
     with tempfile.TemporaryDirectory() as folder:
         with Cluster(programs(options, folder), http_timeout_s=240,
@@ -46,6 +49,23 @@ def check(options, speculation=({},), **sides):
                 slower = re.findall(r"level=error.*|.*(?:not mapped|not pinned|kernel by kernel).*",
                                     c.log(node))
                 assert not slower, slower
+
+
+def dies(options, device, env):
+    """The node with a device, on its own, ends when that fails; the other one answers."""
+    prompts = [ids[:20] for ids in reference_prompts("v00")][:1]
+    expected = one_process(options, prompts, STEPS)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as own:
+        dead = os.path.join(own, "dead")
+        with Cluster(programs(options, folder), decode=2, http_timeout_s=240,
+                     router_args=["--allow-placement"], args_of={"decode-1": device},
+                     env={"EMU_DEAD_FILE": dead, **env}) as c:
+            with open(dead, "wb"):
+                pass
+            answer, _ = ask(c, prompts[0], STEPS, tandem={"prefill": "prefill-1", "decode": "decode-1"})
+            assert answer == expected[0], (answer, expected[0])
+            c.wait_until(lambda: not c.alive("decode-1"), 30, "the node with the device has ended")
+            assert 'msg="stopping" why="the device fails"' in c.log("decode-1")
 
 
 @test
@@ -66,23 +86,26 @@ def test_i1_two_nodes_on_one_device(options):
 
 
 @test
+def test_i1_two_devices_compute_prompts_for_three(options):
+    """Blocks are whole in the nodes' memory, whatever part of them a device has."""
+    check(options, [{"speculation": {"drafter": "none", "k": 0}},
+                    {"speculation": {"drafter": "early_exit", "k": 2}}], count=1,
+          prefill_args=TWO, decode_args=THREE)
+
+
+@test
+def test_i9_one_of_several_devices_that_fails_ends_its_node(options):
+    if os.environ.get("TANDEM_GPU"):
+        raise Skip("a real device is not broken on purpose")
+    dies(options, TWO, {"EMU_DEAD_DEVICE": "1"})
+
+
+@test
 def test_i9_a_device_that_fails_ends_its_node_and_another_answers(options):
     """The process ends with an error, so that whoever runs it starts it anew."""
     if os.environ.get("TANDEM_GPU"):
         raise Skip("a real device is not broken on purpose")
-    prompts = [ids[:20] for ids in reference_prompts("v00")][:1]
-    expected = one_process(options, prompts, STEPS)
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as own:
-        dead = os.path.join(own, "dead")
-        with Cluster(programs(options, folder), decode=2, http_timeout_s=240,
-                     router_args=["--allow-placement"], args_of={"decode-1": DEVICE},
-                     env={"EMU_DEAD_FILE": dead}) as c:
-            with open(dead, "wb"):
-                pass
-            answer, _ = ask(c, prompts[0], STEPS, tandem={"prefill": "prefill-1", "decode": "decode-1"})
-            assert answer == expected[0], (answer, expected[0])
-            c.wait_until(lambda: not c.alive("decode-1"), 30, "the node with the device has ended")
-            assert 'msg="stopping" why="the device fails"' in c.log("decode-1")
+    dies(options, DEVICE, {})
 
 
 if __name__ == "__main__":

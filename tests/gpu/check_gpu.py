@@ -13,7 +13,7 @@ import sys
 from gpu import GPU, ROOT, describe, run, why_not
 
 CHECKER_TOOLS = ("memcheck", "racecheck", "synccheck")
-CHECKER_TESTS = ("products", "rows", "attention", "draw")
+CHECKER_TESTS = ("products", "rows", "gather", "attention", "draw")
 
 
 class Items:
@@ -47,7 +47,7 @@ def check_text(items):
 
 
 def check_clusters(items):
-    items.command("clusters: device for CPU, CPU for device, two nodes on one device",
+    items.command("clusters: device for CPU, CPU for device, two nodes on one device, several for one model",
                   [sys.executable, "tests/emu/test_cluster_cuda.py", "--bin", "build/bin"],
                   TANDEM_GPU="1")
 

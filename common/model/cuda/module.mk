@@ -42,6 +42,7 @@ endif
 EMU_CXX ?= $(firstword $(shell command -v clang++ clang++-14 2>/dev/null))
 EMU_CXXFLAGS := -std=c++17 -g -fPIC -ffp-contract=off -fno-exceptions -fno-rtti -Wall -Wextra -I.
 EMU_TEXTS := $(wildcard tests/emu/*.h)
+EMU_RUNTIME_OBJ := $(B)/tests/emu/emu_cudart.o $(B)/tests/emu/emu_streams.o
 EMU_OBJ := build/emu/emu.o $(CUDA_KERNELS:%.cu=build/emu/%.o)
 build/emu/emu.o: tests/emu/emu.cc $(EMU_TEXTS)
 	@mkdir -p $(@D)
@@ -59,14 +60,14 @@ CUDA_TEST_BIN := $(CUDA_TEST_SRC:tests/%.c=$(BIN)/tests/%)
 CUDA_ABSENT := $(if $(findstring thread,$(SAN)),its fibers and ThreadSanitizer do not go together,$(if \
                $(EMU_CXX),$(if $(CUDA_INC),,no CUDA headers: deploy/cuda_headers.sh fetches them),no clang++))
 ifeq ($(CUDA_ABSENT),)
-$(CUDA_TEST_BIN): $(BIN)/tests/%: $(B)/tests/%.o $(CUDA_OBJ) $(EMU_OBJ) $(B)/tests/emu/emu_cudart.o \
+$(CUDA_TEST_BIN): $(BIN)/tests/%: $(B)/tests/%.o $(CUDA_OBJ) $(EMU_OBJ) $(EMU_RUNTIME_OBJ) \
         $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CMOCKA_LIBS) -o $@
 # The nodes with the emulator in place of a device, for tests of whole clusters.
 EMU_NODES := $(BIN)/emu/tandem-prefill $(BIN)/emu/tandem-decode
 TEST_PROGRAMS += $(EMU_NODES)
-EMU_NODE_OBJ := $(CUDA_OBJ) $(EMU_OBJ) $(B)/tests/emu/emu_cudart.o
+EMU_NODE_OBJ := $(CUDA_OBJ) $(EMU_OBJ) $(EMU_RUNTIME_OBJ)
 $(EMU_NODES): $(BIN)/emu/tandem-%: $(B)/%_node/main.o $(EMU_NODE_OBJ) $(B)/lib%_node.a $(B)/libkvstore.a \
         $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
@@ -85,7 +86,7 @@ build/emu-race/%.o: %.cu $(CUDA_TEXTS) $(EMU_TEXTS)
 	@mkdir -p $(@D)
 	@echo "  EMU     $< (races)"
 	@$(EMU_CXX) $(EMU_CXXFLAGS) -O0 -fsanitize=thread -include tests/emu/emu.h -x c++ -c $< -o $@
-$(BIN)/emu_race: $(B)/tests/emu/race_main.o $(B)/tests/emu/emu_cudart.o $(RACE_OBJ) $(CUDA_OBJ) $(B)/libtandem.a
+$(BIN)/emu_race: $(B)/tests/emu/race_main.o $(EMU_RUNTIME_OBJ) $(RACE_OBJ) $(CUDA_OBJ) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(EMU_CXX) -fsanitize=thread -pthread $(filter-out -fsanitize%,$(LDFLAGS)) $^ $(LIBS_ALL) -o $@
 else

@@ -27,6 +27,7 @@ extern "C" {
 #define TD_CUDA_SPAN 512u        /* positions with a softmax of their own, a multiple of itself */
 #define TD_CUDA_PART_ELEMENTS 4u /* of a part, before the head's: maximum, sum, unused */
 #define TD_CUDA_HEAD_DIM_MAX 256u
+#define TD_CUDA_RANKS_MAX 8u /* devices that run a model together */
 
 /** How a matrix lies on the device. A pair is 16 outputs.
  * Shape: nibbles [pair][group]{ [16 outputs][4] words, word t holds k 4t.. in its low nibbles and k
@@ -79,9 +80,11 @@ typedef struct td_cuda_quantise {
     int32_t limit16; /* largest int16 activation */
 } td_cuda_quantise_t;
 
-/** x = embedding of each row's token. Grid: rows. */
+/** x = embedding of each row's token; rows of tokens that w has not stay as they are. Grid: rows.
+ */
 typedef struct td_cuda_embed {
-    td_cuda_matrix_t w;
+    td_cuda_matrix_t w; /* of tokens from `first` on */
+    uint32_t first;
     const uint32_t *tokens;
     float *x; /* [row][inputs] */
 } td_cuda_embed_t;
@@ -131,8 +134,9 @@ typedef struct td_cuda_place {
     const uint32_t *slot;         /* [row]: token of its block */
     const uint32_t *blocks;       /* of all rows, row by row: its own and those of other paths */
     const uint32_t *blocks_begin; /* [row + 1] */
-    uint8_t *host_pool;           /* NULL, or the host's, mapped */
+    td_cuda_kv_t host;            /* the host's blocks, mapped; pool NULL: not written */
     const uint32_t *host_blocks;  /* as blocks, the host's numbers */
+    uint32_t host_head;           /* of the host's KV heads: this device's first */
     uint32_t layer;
     uint32_t heads;
     uint32_t rope_dim;
@@ -184,6 +188,39 @@ typedef struct td_cuda_merge {
     td_cuda_quantise_t quantise;
 } td_cuda_merge_t;
 
+/** What a device has of each row. Shape: [row][width], columns [begin, begin + width). */
+typedef struct td_cuda_piece {
+    const float *from;
+    uint32_t begin;
+    uint32_t width;
+} td_cuda_piece_t;
+
+/** Brings the rows' pieces together, then quantises them. Grid: rows, dim / 128 rounded up. */
+typedef struct td_cuda_gather {
+    td_cuda_piece_t pieces[TD_CUDA_RANKS_MAX];
+    uint32_t count;
+    uint32_t dim;
+    const uint32_t *tokens; /* NULL; else a row is whole, [row][dim], in the piece among whose
+                               columns its token is */
+    float *out;             /* [row][dim], or NULL */
+    td_cuda_quantise_t quantise;
+} td_cuda_gather_t;
+
+/** As td_cuda_piece_t, of quantised rows: groups are whole, and rows as long as they are wide. */
+typedef struct td_cuda_acts_piece {
+    td_cuda_acts_t acts; /* stride: the width */
+    uint32_t begin;
+} td_cuda_acts_piece_t;
+
+/** Brings the rows' quantised pieces together. Grid: rows, dim / 512 rounded up. */
+typedef struct td_cuda_gather_acts {
+    td_cuda_acts_piece_t pieces[TD_CUDA_RANKS_MAX];
+    uint32_t count;
+    uint32_t dim;
+    uint32_t wide; /* int16 */
+    td_cuda_acts_t out;
+} td_cuda_gather_acts_t;
+
 /** Copies bytes [offset, offset + bytes) of blocks to a staging buffer, or back. Grid: blocks,
  * bytes / 4096 rounded up. All sizes multiples of 16. */
 typedef struct td_cuda_move {
@@ -211,6 +248,8 @@ TD_CUDA_KERNEL(td_cuda_norm, td_cuda_norm_t);
 TD_CUDA_KERNEL(td_cuda_swiglu, td_cuda_swiglu_t);
 TD_CUDA_KERNEL(td_cuda_place, td_cuda_place_t);
 TD_CUDA_KERNEL(td_cuda_merge, td_cuda_merge_t);
+TD_CUDA_KERNEL(td_cuda_gather, td_cuda_gather_t);
+TD_CUDA_KERNEL(td_cuda_gather_acts, td_cuda_gather_acts_t);
 TD_CUDA_KERNEL(td_cuda_move, td_cuda_move_t);
 TD_CUDA_KERNEL(td_cuda_draw, td_cuda_draw_t);
 

@@ -167,6 +167,21 @@ td_status_t td_cuda_launch_merge(cudaStream_t stream, const td_cuda_merge_t *p, 
     return launch(stream, td_cuda_merge, p, (shape_t){rows, 1, ROW_THREADS, 0});
 }
 
+td_status_t td_cuda_launch_gather(cudaStream_t stream, const td_cuda_gather_t *p, uint32_t rows)
+{
+    return launch(stream, td_cuda_gather, p,
+                  (shape_t){rows, (p->dim + ROW_THREADS - 1) / ROW_THREADS, ROW_THREADS, 0});
+}
+
+td_status_t td_cuda_launch_gather_acts(cudaStream_t stream, const td_cuda_gather_acts_t *p,
+                                       uint32_t rows)
+{
+    const uint32_t elements = ROW_THREADS * 4;
+
+    return launch(stream, td_cuda_gather_acts, p,
+                  (shape_t){rows, (p->dim + elements - 1) / elements, ROW_THREADS, 0});
+}
+
 td_status_t td_cuda_launch_attention(cudaStream_t stream, bool many, const td_cuda_attention_t *p,
                                      uint32_t items)
 {

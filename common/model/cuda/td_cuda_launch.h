@@ -30,6 +30,10 @@ TD_MUST_CHECK td_status_t td_cuda_launch_place(cudaStream_t stream, const td_cud
                                                uint32_t rows);
 TD_MUST_CHECK td_status_t td_cuda_launch_merge(cudaStream_t stream, const td_cuda_merge_t *p,
                                                uint32_t rows);
+TD_MUST_CHECK td_status_t td_cuda_launch_gather(cudaStream_t stream, const td_cuda_gather_t *p,
+                                                uint32_t rows);
+TD_MUST_CHECK td_status_t td_cuda_launch_gather_acts(cudaStream_t stream,
+                                                     const td_cuda_gather_acts_t *p, uint32_t rows);
 /** many: items of up to TD_CUDA_MANY_QUERIES queries, else TD_CUDA_FEW_QUERIES. */
 TD_MUST_CHECK td_status_t td_cuda_launch_attention(cudaStream_t stream, bool many,
                                                    const td_cuda_attention_t *p, uint32_t items);

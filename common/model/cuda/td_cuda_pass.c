@@ -1,5 +1,6 @@
 /* A pass, top to bottom: what is launched, what travels, and who is told. */
 #include "common/base/td_base.h"
+#include "common/base/td_log.h"
 #include "common/model/cuda/td_cuda_device.h"
 
 td_cuda_acts_t td_cuda_acts_of(const td_cuda_acts_t *buffer, uint32_t dim)
@@ -12,7 +13,7 @@ td_cuda_acts_t td_cuda_acts_of(const td_cuda_acts_t *buffer, uint32_t dim)
 }
 
 /* What the products of these matrices read. */
-td_cuda_quantise_t td_cuda_quantise_for(const td_model_device_t *d, const td_model_t *m,
+td_cuda_quantise_t td_cuda_quantise_for(const td_cuda_rank_t *rank, const td_model_t *m,
                                         uint32_t dim, const td_cuda_matrix_t *const *users,
                                         size_t count)
 {
@@ -23,21 +24,21 @@ td_cuda_quantise_t td_cuda_quantise_for(const td_model_device_t *d, const td_mod
             continue;
         }
         if (users[i]->wide) {
-            to.int16 = td_cuda_acts_of(&d->acts16, dim);
+            to.int16 = td_cuda_acts_of(&rank->acts16, dim);
         } else {
-            to.int8 = td_cuda_acts_of(&d->acts8, dim);
+            to.int8 = td_cuda_acts_of(&rank->acts8, dim);
         }
     }
     return to;
 }
 
 /* Products that read the same rows: one launch for each run of matrices of one form. */
-static td_status_t products(const td_model_device_t *d, const td_cuda_matrix_t *const *matrices,
+static td_status_t products(const td_cuda_rank_t *rank, const td_cuda_matrix_t *const *matrices,
                             float *const *y, size_t count, const float *f32, uint32_t rows)
 {
     for (size_t begin = 0; begin < count;) {
         td_cuda_product_t p = {.rows = rows, .f32 = f32, .f32_stride = matrices[begin]->inputs};
-        p.acts = td_cuda_acts_of(matrices[begin]->wide ? &d->acts16 : &d->acts8,
+        p.acts = td_cuda_acts_of(matrices[begin]->wide ? &rank->acts16 : &rank->acts8,
                                  matrices[begin]->inputs);
         while (begin < count && p.count < TD_CUDA_PRODUCTS_MAX &&
                (p.count == 0 ||
@@ -45,213 +46,275 @@ static td_status_t products(const td_model_device_t *d, const td_cuda_matrix_t *
             p.w[p.count] = *matrices[begin];
             p.y[p.count++] = y[begin++];
         }
-        TD_TRY(td_cuda_launch_product(d->compute, &p));
+        TD_TRY(td_cuda_launch_product(rank->compute, &p));
     }
     return TD_OK;
 }
 
-static td_status_t norm(const td_model_device_t *d, const td_model_t *m, const float *weight,
+/* --- phases: what each rank launches between two gathers ----------------------------------------
+ */
+
+static td_status_t norm(const td_cuda_rank_t *rank, const td_model_t *m, const float *weight,
                         bool add, const td_cuda_matrix_t *const *users, size_t count)
 {
     const td_cuda_norm_t p = {
-        .x = d->x,
-        .y = add ? d->y : NULL,
+        .x = rank->x,
+        .y = add ? rank->y : NULL,
         .weight = weight,
-        .out = d->normed,
+        .out = rank->normed,
         .dim = m->info.embed_dim,
         .eps = m->norm_eps,
-        .quantise = td_cuda_quantise_for(d, m, m->info.embed_dim, users, count),
+        .quantise = td_cuda_quantise_for(rank, m, m->info.embed_dim, users, count),
     };
-    return td_cuda_launch_norm(d->compute, &p, m->pass.row_count);
+    return td_cuda_launch_norm(rank->compute, &p, m->pass.row_count);
 }
 
-static td_status_t attend(const td_model_device_t *d, const td_model_t *m, uint32_t layer)
+static td_status_t attend(const td_model_device_t *d, const td_cuda_rank_t *rank,
+                          const td_model_t *m, uint32_t layer)
 {
     const td_attention_mask_t *mask = &m->info.attention;
-    const td_cuda_matrix_t *const o[] = {&d->layers[layer].o};
     td_cuda_attention_t p = {
-        .kv = td_cuda_kv_of(&m->info.kv, d->pool),
+        .kv = td_cuda_kv_of(&rank->kv, rank->pool),
         .mask = {(uint32_t)mask->kind, mask->local, mask->sinks, mask->stride, mask->summary},
-        .tables = d->device.tables,
-        .q = d->q,
-        .out = d->attn,
-        .parts = d->split ? d->parts : NULL,
+        .tables = rank->pass.tables,
+        .q = rank->q,
+        .out = rank->attn,
+        .parts = d->split ? rank->parts : NULL,
         .layer = layer,
-        .heads = m->info.heads,
+        .heads = td_cuda_width(rank->share.heads),
         .group = m->info.heads / m->info.kv.kv_heads,
         .scale = m->attn_scale,
     };
     const td_cuda_merge_t merge = {
         .parts = p.parts,
-        .part_begin = d->device.part_begin,
-        .part_count = d->device.part_count,
-        .attn = d->attn,
-        .heads = m->info.heads,
+        .part_begin = rank->pass.part_begin,
+        .part_count = rank->pass.part_count,
+        .attn = rank->attn,
+        .heads = p.heads,
         .head_dim = m->info.kv.head_dim,
-        .quantise = td_cuda_quantise_for(d, m, m->q_dim, o, 1),
+        .quantise = td_cuda_quantise_own(d, rank, m, TD_CUDA_ATTENDED, &rank->layers[layer].o),
     };
 
-    p.items = d->device.many;
-    TD_TRY(td_cuda_launch_attention(d->compute, true, &p, d->many_count));
-    p.items = d->device.few;
-    TD_TRY(td_cuda_launch_attention(d->compute, false, &p, d->few_count));
-    return td_cuda_launch_merge(d->compute, &merge, m->pass.row_count);
+    p.items = rank->pass.many;
+    TD_TRY(td_cuda_launch_attention(rank->compute, true, &p, d->many_count));
+    p.items = rank->pass.few;
+    TD_TRY(td_cuda_launch_attention(rank->compute, false, &p, d->few_count));
+    if (!d->split && merge.quantise.int8.high == NULL && merge.quantise.int16.high == NULL) {
+        return TD_OK;
+    }
+    return td_cuda_launch_merge(rank->compute, &merge, m->pass.row_count);
 }
 
-static td_status_t attention_block(const td_model_device_t *d, const td_model_t *m, uint32_t layer)
+static td_status_t embed(const td_model_device_t *d, td_cuda_rank_t *rank, const td_model_t *m,
+                         uint32_t layer)
 {
-    const td_cuda_layer_t *l = &d->layers[layer];
+    const td_cuda_embed_t p = {
+        .w = rank->embed,
+        .first = rank->share.vocab.begin,
+        .tokens = rank->pass.tokens,
+        .x = d->rank_count == 1 ? rank->x : rank->y_own,
+    };
+
+    (void)layer;
+    return td_cuda_launch_embed(rank->compute, &p, m->pass.row_count);
+}
+
+/* The residual stream of a block that ends, or the embeddings. */
+static td_status_t gather_stream(const td_model_device_t *d, const td_cuda_rank_t *rank,
+                                 const td_model_t *m, bool first)
+{
+    return td_cuda_gather_rows(d, rank, m, first ? TD_CUDA_EMBEDDED : TD_CUDA_ADDED,
+                               m->pass.row_count, first ? rank->x : rank->y, NULL);
+}
+
+/* From the residual stream to the rank's heads of the attention's output. */
+static td_status_t attention(const td_model_device_t *d, td_cuda_rank_t *rank, const td_model_t *m,
+                             uint32_t layer)
+{
+    const td_cuda_layer_t *l = &rank->layers[layer];
     const td_cuda_matrix_t *const qkv[] = {&l->q, &l->k, &l->v};
-    const td_cuda_matrix_t *const o[] = {&l->o};
-    float *const out[] = {d->q, d->k, d->v};
-    float *const y[] = {d->y};
+    float *const out[] = {rank->q, rank->k, rank->v};
     const td_cuda_place_t place = {
-        .kv = td_cuda_kv_of(&m->info.kv, d->pool),
-        .q = d->q,
-        .k = d->k,
-        .v = d->v,
-        .rope = d->device.rope,
-        .slot = d->device.slots,
-        .blocks = d->device.blocks,
-        .blocks_begin = d->device.blocks_begin,
-        .host_pool = d->mapped,
-        .host_blocks = d->device.host_blocks,
+        .kv = td_cuda_kv_of(&rank->kv, rank->pool),
+        .q = rank->q,
+        .k = rank->k,
+        .v = rank->v,
+        .rope = rank->pass.rope,
+        .slot = rank->pass.slots,
+        .blocks = rank->pass.blocks,
+        .blocks_begin = rank->pass.blocks_begin,
+        .host = td_cuda_kv_of(&m->info.kv, rank->mapped),
+        .host_blocks = rank->pass.host_blocks,
+        .host_head = rank->share.kv_heads.begin,
         .layer = layer,
-        .heads = m->info.heads,
+        .heads = td_cuda_width(rank->share.heads),
         .rope_dim = m->rope_dim,
     };
 
-    TD_TRY(norm(d, m, l->attn_norm, layer > 0, qkv, TD_ARRAY_LEN(qkv)));
-    TD_TRY(products(d, qkv, out, TD_ARRAY_LEN(qkv), d->normed, m->pass.row_count));
-    TD_TRY(td_cuda_launch_place(d->compute, &place, m->pass.row_count));
-    TD_TRY(attend(d, m, layer));
-    return products(d, o, y, 1, d->attn, m->pass.row_count);
+    TD_TRY(gather_stream(d, rank, m, layer == 0));
+    TD_TRY(norm(rank, m, l->attn_norm, layer > 0, qkv, TD_ARRAY_LEN(qkv)));
+    TD_TRY(products(rank, qkv, out, TD_ARRAY_LEN(qkv), rank->normed, m->pass.row_count));
+    TD_TRY(td_cuda_launch_place(rank->compute, &place, m->pass.row_count));
+    return attend(d, rank, m, layer);
 }
 
-static td_status_t feed_forward_block(const td_model_device_t *d, const td_model_t *m,
-                                      uint32_t layer)
+static td_status_t attention_output(const td_model_device_t *d, td_cuda_rank_t *rank,
+                                    const td_model_t *m, uint32_t layer)
 {
-    const td_cuda_layer_t *l = &d->layers[layer];
+    const td_cuda_matrix_t *const o[] = {&rank->layers[layer].o};
+    float *const y[] = {rank->y_own};
+
+    TD_TRY(td_cuda_gather_input(d, rank, m, TD_CUDA_ATTENDED, o[0], rank->attn_all));
+    return products(rank, o, y, 1, rank->attn_all, m->pass.row_count);
+}
+
+/* From the residual stream to the rank's share of the feed-forward's elements. */
+static td_status_t feed_forward(const td_model_device_t *d, td_cuda_rank_t *rank,
+                                const td_model_t *m, uint32_t layer)
+{
+    const td_cuda_layer_t *l = &rank->layers[layer];
     const td_cuda_matrix_t *const users[] = {&l->gate, &l->up};
-    const td_cuda_matrix_t *const down[] = {&l->down};
-    float *const out[] = {d->gate, d->up};
-    float *const y[] = {d->y};
+    float *const out[] = {rank->gate, rank->up};
     const td_cuda_swiglu_t swiglu = {
-        .gate = d->gate,
-        .up = d->up,
-        .dim = m->info.ff_dim,
-        .quantise = td_cuda_quantise_for(d, m, m->info.ff_dim, down, 1),
+        .gate = rank->gate,
+        .up = rank->up,
+        .dim = td_cuda_width(rank->share.ff),
+        .quantise = td_cuda_quantise_own(d, rank, m, TD_CUDA_GATED, &l->down),
     };
 
-    TD_TRY(norm(d, m, l->ffn_norm, true, users, TD_ARRAY_LEN(users)));
-    TD_TRY(products(d, users, out, TD_ARRAY_LEN(users), d->normed, m->pass.row_count));
-    TD_TRY(td_cuda_launch_swiglu(d->compute, &swiglu, m->pass.row_count));
-    return products(d, down, y, 1, d->gate, m->pass.row_count);
+    TD_TRY(gather_stream(d, rank, m, false));
+    TD_TRY(norm(rank, m, l->ffn_norm, true, users, TD_ARRAY_LEN(users)));
+    TD_TRY(products(rank, users, out, TD_ARRAY_LEN(users), rank->normed, m->pass.row_count));
+    return td_cuda_launch_swiglu(rank->compute, &swiglu, m->pass.row_count);
 }
 
-static td_status_t output_head(const td_model_device_t *d, const td_model_t *m)
+static td_status_t feed_forward_output(const td_model_device_t *d, td_cuda_rank_t *rank,
+                                       const td_model_t *m, uint32_t layer)
 {
-    const td_cuda_matrix_t *const head[] = {&d->head};
-    float *const logits[] = {d->logits};
+    const td_cuda_matrix_t *const down[] = {&rank->layers[layer].down};
+    float *const y[] = {rank->y_own};
+
+    TD_TRY(td_cuda_gather_input(d, rank, m, TD_CUDA_GATED, down[0], rank->gate_all));
+    return products(rank, down, y, 1, rank->gate_all, m->pass.row_count);
+}
+
+/* Each rank has its part of the vocabulary; hidden states are the same on all. */
+static td_status_t output_head(const td_model_device_t *d, td_cuda_rank_t *rank,
+                               const td_model_t *m, uint32_t layer)
+{
+    const td_cuda_matrix_t *const head[] = {&rank->head};
+    float *const logits[] = {rank->logits};
     const uint32_t count = m->pass.logit_count;
+    const size_t width = td_cuda_width(rank->share.vocab) * sizeof(float);
     const td_cuda_norm_t p = {
-        .x = d->x,
-        .y = d->y,
-        .weight = d->output_norm,
-        .pick = d->device.pick,
-        .out = d->normed,
+        .x = rank->x,
+        .y = rank->y,
+        .weight = rank->output_norm,
+        .pick = rank->pass.pick,
+        .out = rank->normed,
         .dim = m->info.embed_dim,
         .eps = m->norm_eps,
-        .quantise = td_cuda_quantise_for(d, m, m->info.embed_dim, head, 1),
+        .quantise = td_cuda_quantise_for(rank, m, m->info.embed_dim, head, 1),
     };
 
+    (void)layer;
     if (count == 0) {
         return TD_OK;
     }
-    TD_TRY(td_cuda_launch_norm(d->compute, &p, count));
-    TD_TRY(products(d, head, logits, 1, d->normed, count));
-    TD_TRY(td_cuda_check(cudaMemcpyAsync(m->normed, d->normed,
-                                         (size_t)count * m->info.embed_dim * sizeof(*m->normed),
-                                         cudaMemcpyDeviceToHost, d->compute),
-                         "cudaMemcpyAsync"));
-    return td_cuda_check(cudaMemcpyAsync(m->logits, d->logits,
-                                         (size_t)count * m->info.vocab_size * sizeof(*m->logits),
-                                         cudaMemcpyDeviceToHost, d->compute),
-                         "cudaMemcpyAsync");
+    TD_TRY(gather_stream(d, rank, m, false));
+    TD_TRY(td_cuda_launch_norm(rank->compute, &p, count));
+    TD_TRY(products(rank, head, logits, 1, rank->normed, count));
+    if (rank == d->ranks) {
+        TD_TRY(td_cuda_check(cudaMemcpyAsync(m->normed, rank->normed,
+                                             (size_t)count * m->info.embed_dim * sizeof(*m->normed),
+                                             cudaMemcpyDeviceToHost, rank->compute),
+                             "cudaMemcpyAsync"));
+    }
+    if (width == 0) {
+        return TD_OK;
+    }
+    return td_cuda_check(cudaMemcpy2DAsync(m->logits + rank->share.vocab.begin,
+                                           m->info.vocab_size * sizeof(*m->logits), rank->logits,
+                                           width, width, count, cudaMemcpyDeviceToHost,
+                                           rank->compute),
+                         "cudaMemcpy2DAsync");
 }
+
+/* --- KV on its way to the host -----------------------------------------------------------------
+ */
 
 /* Layers [begin, end) of the blocks that the pass writes, to the host, once they are computed.
  * Where kernels write the host's blocks themselves they are there already. */
-static td_status_t send_layers(td_model_device_t *d, const td_model_t *m, uint32_t begin,
-                               uint32_t end, uint32_t turn)
+static td_status_t send_layers(const td_model_device_t *d, const td_cuda_rank_t *rank,
+                               const td_model_t *m, uint32_t begin, uint32_t end, uint32_t turn)
 {
-    const size_t block_bytes = td_kv_block_bytes(&m->info.kv);
-    const size_t layer_bytes = td_kv_layer_bytes(&m->info.kv);
+    const td_kv_layout_t *kv = &m->info.kv;
     const uint32_t *blocks = d->host.host_blocks;
 
-    TD_TRY(td_cuda_check(cudaEventRecord(d->computed[turn], d->compute), "cudaEventRecord"));
-    TD_TRY(td_cuda_check(cudaStreamWaitEvent(d->out, d->computed[turn], 0), "cudaStreamWaitEvent"));
-    for (uint32_t i = 0; d->mapped == NULL && i < d->written_count; i++) {
+    TD_TRY(td_cuda_check(cudaEventRecord(rank->computed[turn], rank->compute), "cudaEventRecord"));
+    TD_TRY(td_cuda_check(cudaStreamWaitEvent(rank->out, rank->computed[turn], 0),
+                         "cudaStreamWaitEvent"));
+    for (uint32_t i = 0; !d->mapped && i < d->written_count; i++) {
         if (i + 1 < d->written_count && blocks[i] == blocks[i + 1]) {
             continue; /* rows of a block follow each other: it is sent with the last one */
         }
-        TD_TRY(td_cuda_check(
-            cudaMemcpyAsync(m->pass.pool + blocks[i] * block_bytes + begin * layer_bytes,
-                            d->pool + d->host.blocks[i] * block_bytes + begin * layer_bytes,
-                            (end - begin) * layer_bytes, cudaMemcpyDeviceToHost, d->out),
-            "cudaMemcpyAsync"));
+        TD_TRY(td_cuda_copy_heads(rank, kv, m->pass.pool + blocks[i] * td_kv_block_bytes(kv),
+                                  d->host.blocks[i], begin, end, true, rank->out));
     }
-    return td_cuda_check(cudaEventRecord(d->left[turn], d->out), "cudaEventRecord");
+    return td_cuda_check(cudaEventRecord(rank->left[turn], rank->out), "cudaEventRecord");
 }
 
 static td_status_t report_layers(const td_model_device_t *d, const td_model_t *m, uint32_t begin,
                                  uint32_t end, uint32_t turn)
 {
-    TD_TRY(td_cuda_check(cudaEventSynchronize(d->left[turn]), "cudaEventSynchronize"));
+    for (uint32_t r = 0; r < d->rank_count; r++) {
+        TD_TRY(td_cuda_check(cudaEventSynchronize(d->ranks[r].left[turn]), "cudaEventSynchronize"));
+    }
     if (m->pass.on_layers != NULL) {
         m->pass.on_layers(m->pass.ctx, begin, end);
     }
     return TD_OK;
 }
 
-/* A device and the model that it runs a pass of. */
+/* --- a pass ----------------------------------------------------------------------------------- */
+
+/* The devices and the model that they run a pass of. */
 typedef struct pass_launch {
     td_model_device_t *d;
     const td_model_t *m;
 } pass_launch_t;
 
-static td_status_t embed(const td_model_device_t *d, const td_model_t *m)
-{
-    const td_cuda_embed_t p = {.w = d->embed, .tokens = d->device.tokens, .x = d->x};
-
-    return td_cuda_launch_embed(d->compute, &p, m->pass.row_count);
-}
-
-static td_status_t layers(const td_model_device_t *d, const td_model_t *m, uint32_t begin,
-                          uint32_t end)
+static td_status_t layers(td_model_device_t *d, const td_model_t *m, uint32_t begin, uint32_t end)
 {
     for (uint32_t layer = begin; layer < end; layer++) {
-        TD_TRY(attention_block(d, m, layer));
-        TD_TRY(feed_forward_block(d, m, layer));
+        TD_TRY(td_cuda_phase(d, m, attention, layer));
+        TD_TRY(td_cuda_phase(d, m, attention_output, layer));
+        TD_TRY(td_cuda_phase(d, m, feed_forward, layer));
+        TD_TRY(td_cuda_phase(d, m, feed_forward_output, layer));
     }
     return TD_OK;
 }
 
-/* The kernels of a whole pass, and what it hands out. */
+/* The kernels of a whole pass, and what it hands out. It begins and ends on the first rank's
+ * stream, so that all of it can be kept as one graph. */
 static td_status_t launch_pass(void *ctx)
 {
     const pass_launch_t *p = ctx;
 
-    TD_TRY(embed(p->d, p->m));
+    p->d->phases = 0;
+    TD_TRY(td_cuda_fork(p->d));
+    TD_TRY(td_cuda_phase(p->d, p->m, embed, 0));
     TD_TRY(layers(p->d, p->m, 0, p->m->pass.layers));
-    return output_head(p->d, p->m);
+    TD_TRY(td_cuda_phase(p->d, p->m, output_head, 0));
+    TD_TRY(td_cuda_join(p->d, 1));
+    return p->d->rank_count == 1 ? TD_OK : td_cuda_rank_choose(&p->d->ranks[0]);
 }
 
 /* Nobody waits for layers, and nothing is copied behind them: all of it at once. */
 static bool is_kept(const td_model_device_t *d, const td_model_t *m)
 {
-    return m->pass.on_layers == NULL && d->mapped != NULL && d->pinned[0] != NULL &&
-           d->pinned[1] != NULL && m->pass.row_count <= TD_CUDA_GRAPH_ROWS_MAX;
+    return m->pass.on_layers == NULL && d->mapped && d->pinned[0] != NULL && d->pinned[1] != NULL &&
+           m->pass.row_count <= TD_CUDA_GRAPH_ROWS_MAX;
 }
 
 /* A step of layers after the other; what is announced of one leaves while the next is computed. */
@@ -262,16 +325,19 @@ static td_status_t run_steps(td_model_device_t *d, const td_model_t *m)
     uint32_t turn = 0;
     uint32_t begin = 0;
 
-    TD_TRY(embed(d, m));
+    d->phases = 0;
+    TD_TRY(td_cuda_phase(d, m, embed, 0));
     for (; begin < p->layers; begin += step, turn ^= 1) {
         const uint32_t end = TD_MIN(begin + step, p->layers);
         TD_TRY(layers(d, m, begin, end));
-        TD_TRY(send_layers(d, m, begin, end, turn));
+        for (uint32_t r = 0; r < d->rank_count; r++) {
+            TD_TRY(send_layers(d, &d->ranks[r], m, begin, end, turn));
+        }
         if (begin > 0) {
             TD_TRY(report_layers(d, m, begin - step, begin, turn ^ 1));
         }
     }
-    TD_TRY(output_head(d, m));
+    TD_TRY(td_cuda_phase(d, m, output_head, 0));
     return report_layers(d, m, begin - step, p->layers, turn ^ 1);
 }
 
@@ -289,29 +355,53 @@ static td_status_t run_pass(td_model_device_t *d, const td_model_t *m)
     };
     pass_launch_t launch = {d, m};
 
-    TD_TRY(td_cuda_check(
-        cudaMemcpyAsync(d->pass_device, d->pass_host, bytes, cudaMemcpyHostToDevice, d->compute),
-        "cudaMemcpyAsync"));
-    TD_TRY(is_kept(d, m) ? td_cuda_graphs_run(&d->graphs, d->compute, &shape, launch_pass, &launch)
-                         : run_steps(d, m));
-    return td_cuda_check(cudaStreamSynchronize(d->compute), "cudaStreamSynchronize");
+    for (uint32_t r = 0; r < d->rank_count; r++) {
+        TD_TRY(td_cuda_check(cudaMemcpyAsync(d->ranks[r].pass_device, d->pass_host, bytes,
+                                             cudaMemcpyHostToDevice, d->ranks[r].compute),
+                             "cudaMemcpyAsync"));
+    }
+    if (is_kept(d, m)) {
+        TD_TRY(td_cuda_join(d, 0)); /* the plan is on every device */
+        TD_TRY(td_cuda_graphs_run(&d->graphs, d->ranks[0].compute, &shape, launch_pass, &launch));
+    } else {
+        TD_TRY(run_steps(d, m));
+    }
+    for (uint32_t r = 0; r < d->rank_count; r++) {
+        TD_TRY(td_cuda_check(cudaStreamSynchronize(d->ranks[r].compute), "cudaStreamSynchronize"));
+    }
+    return TD_OK;
+}
+
+/* What was under way is let end. Which device it is that fails shows here. */
+static void settle(const td_cuda_rank_t *rank)
+{
+    const cudaStream_t streams[] = {rank->compute, rank->out};
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(streams); i++) {
+        const cudaError_t error = cudaStreamSynchronize(streams[i]);
+        if (error != cudaSuccess) {
+            (void)cudaGetLastError();
+            TD_LOG_ERROR("device failed", "device=%d error=%s", rank->index,
+                         cudaGetErrorName(error));
+            return;
+        }
+    }
 }
 
 td_status_t td_cuda_forward(td_model_device_t *d, td_model_t *m)
 {
     td_status_t status = TD_OK;
 
-    /* Each thread of a process chooses its device anew. */
-    TD_TRY(td_cuda_check(cudaSetDevice(d->index), "cudaSetDevice"));
+    TD_TRY(td_cuda_rank_choose(&d->ranks[0]));
     status = td_cuda_plan(d, m);
     if (status == TD_OK) {
         status = run_pass(d, m);
     }
     if (status != TD_OK) {
-        /* What was under way is let end, and no copy is trusted. */
-        (void)cudaStreamSynchronize(d->compute);
-        (void)cudaStreamSynchronize(d->out);
-        td_cuda_mirror_forget_all(d->mirror);
+        for (uint32_t r = 0; r < d->rank_count; r++) {
+            settle(&d->ranks[r]);
+        }
+        td_cuda_mirror_forget_all(d->mirror); /* no copy is trusted */
     }
     return status;
 }

@@ -44,7 +44,7 @@ size_t td_cuda_pass_lay(const td_model_t *m, uint32_t tables_max, uint8_t *base,
 static td_status_t place_block(td_model_device_t *d, const td_model_t *m, uint32_t block,
                                bool fresh, uint32_t *place_out)
 {
-    const size_t block_bytes = td_kv_block_bytes(&m->info.kv);
+    const td_kv_layout_t *kv = &m->info.kv;
     bool valid = false;
     /* A block that was given out anew holds what somebody else has put there. */
     const uint64_t epoch = m->pool == NULL ? 0 : td_pool_epoch(m->pool, block);
@@ -53,14 +53,13 @@ static td_status_t place_block(td_model_device_t *d, const td_model_t *m, uint32
     if (status != TD_OK) {
         TD_LOG_ERROR("pass needs more blocks at once than the device holds",
                      "device_blocks=%u block_bytes=%zu try=\"more --device-kv, or fewer rows\"",
-                     d->places, block_bytes);
+                     d->places, td_kv_block_bytes(kv));
         return status;
     }
-    if (!valid && (!fresh || d->mapped == NULL)) {
-        TD_TRY(td_cuda_check(cudaMemcpyAsync(d->pool + *place_out * block_bytes,
-                                             m->pass.pool + block * block_bytes, block_bytes,
-                                             cudaMemcpyHostToDevice, d->compute),
-                             "cudaMemcpyAsync"));
+    for (uint32_t r = 0; !valid && (!fresh || !d->mapped) && r < d->rank_count; r++) {
+        const td_cuda_rank_t *rank = &d->ranks[r];
+        TD_TRY(td_cuda_copy_heads(rank, kv, m->pass.pool + block * td_kv_block_bytes(kv),
+                                  *place_out, 0, kv->layers, false, rank->compute));
     }
     td_cuda_mirror_validate(d->mirror, block);
     return TD_OK;
@@ -221,6 +220,8 @@ static void plan_split(td_model_device_t *d, const td_model_t *m)
 {
     const td_cuda_item_t *const lists[] = {d->host.few, d->host.many};
     const uint32_t counts[] = {d->few_count, d->many_count};
+    /* The last rank has the most work; where the work is cut is the same on all. */
+    const td_cuda_rank_t *rank = &d->ranks[d->rank_count - 1];
     uint64_t parts = 0;
     bool single = true;
 
@@ -233,7 +234,7 @@ static void plan_split(td_model_device_t *d, const td_model_t *m)
     }
     d->split =
         !single && parts <= TD_CUDA_PARTS_MAX &&
-        (d->few_count + d->many_count) * m->info.kv.kv_heads < SPLIT_BELOW * d->multiprocessors;
+        (d->few_count + d->many_count) * rank->kv.kv_heads < SPLIT_BELOW * rank->multiprocessors;
     if (d->split) {
         uint32_t used = 0;
         split_items(d, m, d->host.few, &d->few_count, &used);
@@ -246,7 +247,7 @@ td_status_t td_cuda_plan(td_model_device_t *d, const td_model_t *m)
     const td_model_pass_t *p = &m->pass;
     uint32_t blocks = 0;
 
-    TD_ASSERT(d->mapped == NULL || (const void *)p->pool == d->registered);
+    TD_ASSERT(!d->mapped || (const void *)p->pool == d->registered);
     d->few_count = 0;
     d->many_count = 0;
     d->table_count = 0;

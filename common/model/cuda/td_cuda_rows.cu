@@ -43,9 +43,13 @@ DEV float weight_of(const td_cuda_matrix_t &w, uint32_t output, uint32_t k)
 DEV_KERNEL __launch_bounds__(THREADS, 1) td_cuda_embed(const td_cuda_embed_t p)
 {
     const uint32_t row = blockIdx.x;
+    const uint32_t output = p.tokens[row] - p.first; /* wraps around before it */
 
+    if (output >= p.w.outputs) {
+        return; /* another device's */
+    }
     for (uint32_t k = threadIdx.x; k < p.w.inputs; k += THREADS) {
-        p.x[(size_t)row * p.w.inputs + k] = weight_of(p.w, p.tokens[row], k);
+        p.x[(size_t)row * p.w.inputs + k] = weight_of(p.w, output, k);
     }
 }
 DEV_REGISTER(td_cuda_embed);
@@ -219,6 +223,16 @@ DEV void store_row(const td_cuda_kv_t &kv, const float (*pairs)[2], uint8_t *val
     }
 }
 
+DEV void store_in_block(const td_cuda_kv_t &kv, uint32_t block, uint32_t layer, bool is_v,
+                        uint32_t head, uint32_t slot, const float (*pairs)[2])
+{
+    const size_t place = (size_t)head * kv.block_tokens + slot;
+    uint8_t *const half =
+        kv.pool + block * kv.block_bytes + (2 * (size_t)layer + (is_v ? 1 : 0)) * kv.half_bytes;
+
+    store_row(kv, pairs, half + place * kv.row_bytes, half + kv.values_bytes + place * 4);
+}
+
 /* A warp has one head: of q, which is turned in place, of k, which is turned and stored, or of v.
  */
 DEV_KERNEL __launch_bounds__(THREADS, 1) td_cuda_place(const td_cuda_place_t p)
@@ -262,14 +276,10 @@ DEV_KERNEL __launch_bounds__(THREADS, 1) td_cuda_place(const td_cuda_place_t p)
         return;
     }
     for (uint32_t b = p.blocks_begin[row]; b < p.blocks_begin[row + 1]; b++) {
-        const size_t in_block = (2 * (size_t)p.layer + (is_v ? 1 : 0)) * p.kv.half_bytes;
-        const size_t place = (size_t)head * p.kv.block_tokens + p.slot[row];
-        uint8_t *half = p.kv.pool + p.blocks[b] * p.kv.block_bytes + in_block;
-        store_row(p.kv, pairs, half + place * p.kv.row_bytes, half + p.kv.values_bytes + place * 4);
-        if (p.host_pool != nullptr) {
-            half = p.host_pool + p.host_blocks[b] * p.kv.block_bytes + in_block;
-            store_row(p.kv, pairs, half + place * p.kv.row_bytes,
-                      half + p.kv.values_bytes + place * 4);
+        store_in_block(p.kv, p.blocks[b], p.layer, is_v, head, p.slot[row], pairs);
+        if (p.host.pool != nullptr) {
+            store_in_block(p.host, p.host_blocks[b], p.layer, is_v, p.host_head + head, p.slot[row],
+                           pairs);
         }
     }
 }

@@ -83,63 +83,139 @@ static void compute_here(rows_t *r, const td_model_t *m, const uint32_t *tokens)
     m->ops->swiglu(r->gate, r->up, r->count * m->info.ff_dim);
 }
 
-static td_status_t compute_there(td_model_device_t *d, const td_model_t *m, uint32_t rows)
+static td_status_t upload(const td_cuda_rank_t *rank, void *to, const void *from, size_t bytes)
 {
-    const td_cuda_layer_t *l = &d->layers[0];
+    return td_cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, rank->compute),
+                         "cudaMemcpyAsync");
+}
+
+/* The rank's share of it: its part of the vocabulary (the CPU's embeddings of other tokens are sent
+ * there), all of the norm, and its elements of the feed-forward. */
+static td_status_t compute_there(const td_cuda_rank_t *rank, const td_model_t *m, const rows_t *r,
+                                 const uint32_t *tokens)
+{
+    const td_cuda_layer_t *l = &rank->layers[0];
     const td_cuda_matrix_t *const users[] = {&l->gate, &l->up};
-    float *const outputs[] = {d->gate, d->up};
+    float *const outputs[] = {rank->gate, rank->up};
     const uint32_t dim = m->info.embed_dim;
-    const td_cuda_embed_t embed = {.w = d->embed, .tokens = d->device.tokens, .x = d->x};
+    const td_cuda_embed_t embed = {.w = rank->embed,
+                                   .first = rank->share.vocab.begin,
+                                   .tokens = rank->pass.tokens,
+                                   .x = rank->x};
     const td_cuda_norm_t norm = {
-        .x = d->x,
+        .x = rank->x,
         .weight = l->ffn_norm,
-        .out = d->normed,
+        .out = rank->normed,
         .dim = dim,
         .eps = m->norm_eps,
-        .quantise = td_cuda_quantise_for(d, m, dim, users, TD_ARRAY_LEN(users)),
+        .quantise = td_cuda_quantise_for(rank, m, dim, users, TD_ARRAY_LEN(users)),
     };
-    const td_cuda_swiglu_t swiglu = {.gate = d->gate, .up = d->up, .dim = m->info.ff_dim};
+    const td_cuda_swiglu_t swiglu = {
+        .gate = rank->gate, .up = rank->up, .dim = td_cuda_width(rank->share.ff)};
 
-    TD_TRY(td_cuda_check(cudaMemcpyAsync(d->device.tokens, d->host.tokens,
-                                         rows * sizeof(*d->host.tokens), cudaMemcpyHostToDevice,
-                                         d->compute),
-                         "cudaMemcpyAsync"));
-    TD_TRY(td_cuda_launch_embed(d->compute, &embed, rows));
-    TD_TRY(td_cuda_launch_norm(d->compute, &norm, rows));
+    TD_TRY(upload(rank, rank->x, r->x, r->count * dim * sizeof(float)));
+    for (uint32_t i = 0; i < r->count; i++) {
+        const bool own = tokens[i] >= rank->share.vocab.begin && tokens[i] < rank->share.vocab.end;
+        if (own) { /* NaN, unless the kernel writes it */
+            TD_TRY(td_cuda_check(cudaMemsetAsync(rank->x + (size_t)i * dim, 0xff,
+                                                 dim * sizeof(float), rank->compute),
+                                 "cudaMemsetAsync"));
+        }
+    }
+    TD_TRY(upload(rank, rank->pass.tokens, tokens, r->count * sizeof(*tokens)));
+    TD_TRY(td_cuda_launch_embed(rank->compute, &embed, r->count));
+    TD_TRY(td_cuda_launch_norm(rank->compute, &norm, r->count));
     for (size_t i = 0; i < TD_ARRAY_LEN(users); i++) {
         const td_cuda_product_t p = {
             .w = {*users[i]},
             .y = {outputs[i]},
             .count = 1,
-            .rows = rows,
-            .acts = td_cuda_acts_of(users[i]->wide ? &d->acts16 : &d->acts8, dim),
-            .f32 = d->normed,
+            .rows = r->count,
+            .acts = td_cuda_acts_of(users[i]->wide ? &rank->acts16 : &rank->acts8, dim),
+            .f32 = rank->normed,
             .f32_stride = dim,
         };
-        TD_TRY(td_cuda_launch_product(d->compute, &p));
+        TD_TRY(td_cuda_launch_product(rank->compute, &p));
     }
-    return td_cuda_launch_swiglu(d->compute, &swiglu, rows);
+    return td_cuda_launch_swiglu(rank->compute, &swiglu, r->count);
 }
 
-static td_status_t compare(td_model_device_t *d, rows_t *r, const float *there, const float *here,
-                           size_t width, const char *what)
+/* Columns of the CPU's rows, which are `stride` wide. */
+static td_status_t compare(const td_cuda_rank_t *rank, rows_t *r, const float *there,
+                           const float *here, td_cuda_range_t columns, size_t stride,
+                           const char *what)
 {
-    const size_t count = r->count * width;
+    const size_t width = td_cuda_width(columns);
 
-    TD_TRY(td_cuda_check(
-        cudaMemcpyAsync(r->got, there, count * sizeof(float), cudaMemcpyDeviceToHost, d->compute),
-        "cudaMemcpyAsync"));
-    TD_TRY(td_cuda_check(cudaStreamSynchronize(d->compute), "cudaStreamSynchronize"));
-    for (size_t i = 0; i < count; i++) {
-        if (memcmp(&r->got[i], &here[i], sizeof(float)) != 0 &&
-            !(isnan(r->got[i]) && isnan(here[i]))) {
+    if (width == 0) {
+        return TD_OK;
+    }
+    TD_TRY(td_cuda_check(cudaMemcpyAsync(r->got, there, r->count * width * sizeof(float),
+                                         cudaMemcpyDeviceToHost, rank->compute),
+                         "cudaMemcpyAsync"));
+    TD_TRY(td_cuda_check(cudaStreamSynchronize(rank->compute), "cudaStreamSynchronize"));
+    for (size_t i = 0; i < r->count * width; i++) {
+        const float *const got = &r->got[i];
+        const float *const want = &here[i / width * stride + columns.begin + i % width];
+        if (memcmp(got, want, sizeof(*got)) != 0 && !(isnan(*got) && isnan(*want))) {
             TD_LOG_ERROR("device does not compute the bits of the CPU",
-                         "operation=%s row=%zu element=%zu device=%.9g cpu=%.9g", what, i / width,
-                         i % width, (double)r->got[i], (double)here[i]);
+                         "device=%d operation=%s row=%zu element=%zu device_value=%.9g cpu=%.9g",
+                         rank->index, what, i / width, columns.begin + i % width, (double)*got,
+                         (double)*want);
             return TD_ERR_UNSUPPORTED;
         }
     }
     return TD_OK;
+}
+
+/* --- what the ranks get of each other ----------------------------------------------------------
+ */
+
+static td_status_t nothing(const td_model_device_t *d, td_cuda_rank_t *rank, const td_model_t *m,
+                           uint32_t layer)
+{
+    (void)d;
+    (void)rank;
+    (void)m;
+    (void)layer;
+    return TD_OK;
+}
+
+/* Here the layer is a number of rows. */
+static td_status_t gather(const td_model_device_t *d, td_cuda_rank_t *rank, const td_model_t *m,
+                          uint32_t rows)
+{
+    return td_cuda_gather_rows(d, rank, m, TD_CUDA_GATED, rows, rank->gate_all, NULL);
+}
+
+static td_status_t test_gather(td_model_device_t *d, const td_model_t *m, rows_t *r)
+{
+    const td_cuda_range_t all = {0, m->info.ff_dim};
+
+    d->phases = 0;
+    TD_TRY(td_cuda_phase(d, m, nothing, 0)); /* behind what each has computed */
+    TD_TRY(td_cuda_phase(d, m, gather, r->count));
+    for (uint32_t i = 0; i < d->rank_count; i++) {
+        TD_TRY(compare(&d->ranks[i], r, d->ranks[i].gate_all, r->gate, all, m->info.ff_dim,
+                       "gathering"));
+    }
+    return TD_OK;
+}
+
+/* --- all of it -------------------------------------------------------------------------------- */
+
+static td_status_t test_rank(const td_cuda_rank_t *rank, const td_model_t *m, rows_t *r,
+                             const uint32_t *tokens)
+{
+    const uint32_t dim = m->info.embed_dim;
+    const td_cuda_range_t all = {0, dim};
+
+    TD_TRY(td_cuda_rank_choose(rank));
+    TD_TRY(compute_there(rank, m, r, tokens));
+    TD_TRY(compare(rank, r, rank->x, r->x, all, dim, "embedding"));
+    TD_TRY(compare(rank, r, rank->normed, r->normed, all, dim, "norm"));
+    return compare(rank, r, rank->gate, r->gate, rank->share.ff, m->info.ff_dim,
+                   "product and swiglu");
 }
 
 static td_status_t test_rows(td_model_device_t *d, const td_model_t *m, uint32_t wanted)
@@ -155,15 +231,11 @@ static td_status_t test_rows(td_model_device_t *d, const td_model_t *m, uint32_t
         d->host.tokens[i] = (uint32_t)((uint64_t)i * (m->info.vocab_size - 1) / r.count);
     }
     compute_here(&r, m, d->host.tokens);
-    status = compute_there(d, m, r.count);
-    if (status == TD_OK) {
-        status = compare(d, &r, d->x, r.x, m->info.embed_dim, "embedding");
+    for (uint32_t i = 0; status == TD_OK && i < d->rank_count; i++) {
+        status = test_rank(&d->ranks[i], m, &r, d->host.tokens);
     }
-    if (status == TD_OK) {
-        status = compare(d, &r, d->normed, r.normed, m->info.embed_dim, "norm");
-    }
-    if (status == TD_OK) {
-        status = compare(d, &r, d->gate, r.gate, m->info.ff_dim, "product and swiglu");
+    if (status == TD_OK && d->rank_count > 1) {
+        status = test_gather(d, m, &r);
     }
 
 done:

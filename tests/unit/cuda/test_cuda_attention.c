@@ -175,6 +175,7 @@ static void check_items(rig_t *r, uint32_t item_rows, bool many, const char *wha
                                           .end = UINT32_MAX};
     }
     r->p.items = device_copy(items, count * sizeof(*items));
+    assert_int_equal(td_cuda_launch_init(0, r->p.kv.head_dim, 64), TD_OK);
     assert_int_equal(td_cuda_launch_attention(NULL, many, &r->p, count), TD_OK);
     device_get(got, r->p.out, r->floats * sizeof(float));
     cuda_assert_same_bits(r->want, got, r->floats, what);
@@ -233,6 +234,7 @@ static void check_parts(rig_t *r, uint32_t item_rows, bool many)
     r->p.items = device_copy(items, count * sizeof(*items));
     r->p.parts = device_alloc(parts * part_bytes);
     assert_int_equal(cudaMemsetAsync(r->p.out, 0xff, r->floats * sizeof(float), NULL), cudaSuccess);
+    assert_int_equal(td_cuda_launch_init(0, r->p.kv.head_dim, 64), TD_OK);
     assert_int_equal(td_cuda_launch_attention(NULL, many, &r->p, count), TD_OK);
     m.parts = r->p.parts;
     m.part_begin = device_copy(begin, r->s.rows * sizeof(*begin));

@@ -18,7 +18,10 @@ static const tiny_spec_t tiny_spec = {.type = TD_GGUF_Q4_1, .untied = true};
 
 static td_model_options_t device_options(void)
 {
-    return cuda_options(32, 1u << 20);
+    td_model_options_t options = cuda_options(32, 1u << 20);
+
+    rig_on_devices(&options, rig_devices);
+    return options;
 }
 
 static bool can_fail(void)
@@ -145,7 +148,7 @@ static void test_a_pool_that_cannot_be_mapped(void **state)
     (void)state;
     (void)can_fail();
     gguf = open_tiny(&tiny, &tiny_spec);
-    for (uint32_t nth = 0; nth <= 3; nth++) { /* choosing the device, registering, mapping */
+    for (uint32_t nth = 0; nth <= 6; nth++) { /* choosing devices, registering, mapping */
         td_pool_t *pool = NULL;
         rig_t rig;
         rig_init(&rig, gguf, &options, 1, TOKENS);
@@ -168,9 +171,10 @@ static void test_a_pool_that_cannot_be_mapped(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_loading_survives_every_failure),
-        cmocka_unit_test(test_a_pass_survives_every_failure),
-        cmocka_unit_test(test_a_pool_that_cannot_be_mapped),
+        RIG_ON_DEVICES(test_loading_survives_every_failure),
+        RIG_ON_DEVICES(test_a_pass_survives_every_failure),
+        RIG_ON_TWO_APART(test_a_pass_survives_every_failure),
+        RIG_ON_DEVICES(test_a_pool_that_cannot_be_mapped),
     };
 
     td_log_init("test", TD_LOG_LEVEL_ERROR);

@@ -14,7 +14,10 @@ size_t emu_memory_used(void) __attribute__((weak));
 
 static td_model_options_t device_options(void)
 {
-    return cuda_options(64, 8u << 20);
+    td_model_options_t options = cuda_options(64, 8u << 20);
+
+    rig_on_devices(&options, rig_devices);
+    return options;
 }
 
 /* The same prompt on both, in chunks, then some tokens more: logits and blocks. */
@@ -564,17 +567,19 @@ static void test_loading_with_too_little_memory(void **state)
 }
 
 static const struct CMUnitTest tests[] = {
-    cmocka_unit_test(test_every_weight_type_and_precision),
-    cmocka_unit_test(test_chunks_and_long_contexts),
-    cmocka_unit_test(test_masks),
-    cmocka_unit_test(test_a_batch_is_its_sequences),
-    cmocka_unit_test(test_layers_are_announced_when_they_are_with_the_host),
-    cmocka_unit_test(test_blocks_come_and_go),
-    cmocka_unit_test(test_blocks_that_the_host_changed),
-    cmocka_unit_test(test_trees_have_the_bits_of_their_paths),
-    cmocka_unit_test(test_decoding_by_graphs_has_the_bits_of_the_cpu),
-    cmocka_unit_test(test_random_passes_have_the_bits_of_the_cpu),
-    cmocka_unit_test(test_first_layers_only),
-    cmocka_unit_test(test_loading_with_too_little_memory),
+    RIG_ON_DEVICES(test_every_weight_type_and_precision),
+    RIG_ON_DEVICES(test_chunks_and_long_contexts),
+    RIG_ON_DEVICES(test_masks),
+    RIG_ON_DEVICES(test_a_batch_is_its_sequences),
+    RIG_ON_DEVICES(test_layers_are_announced_when_they_are_with_the_host),
+    RIG_ON_DEVICES(test_blocks_come_and_go),
+    RIG_ON_DEVICES(test_blocks_that_the_host_changed),
+    RIG_ON_DEVICES(test_trees_have_the_bits_of_their_paths),
+    RIG_ON_DEVICES(test_decoding_by_graphs_has_the_bits_of_the_cpu),
+    RIG_ON_DEVICES(test_random_passes_have_the_bits_of_the_cpu),
+    RIG_ON_TWO_APART(test_random_passes_have_the_bits_of_the_cpu),
+    RIG_ON_TWO_APART(test_decoding_by_graphs_has_the_bits_of_the_cpu),
+    RIG_ON_DEVICES(test_first_layers_only),
+    RIG_ON_DEVICES(test_loading_with_too_little_memory),
 };
 CUDA_TEST_MAIN(tests)

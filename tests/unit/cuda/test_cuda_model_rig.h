@@ -34,3 +34,66 @@ static inline td_pool_t *rig_use_pool(rig_t *rig, uint32_t blocks)
     td_model_use_pool(rig->model, pool);
     return pool;
 }
+
+/** The model on this many devices. A machine that has fewer stands for several. */
+static inline void rig_on_devices(td_model_options_t *options, uint32_t devices)
+{
+    int there = 0;
+
+    assert_int_equal(cudaGetDeviceCount(&there), cudaSuccess);
+    options->devices.count = devices;
+    for (uint32_t i = 0; i < devices; i++) {
+        options->devices.ids[i] = (devices - 1 - i) % (uint32_t)there; /* in no order of theirs */
+    }
+}
+
+/* Tests that are run on one device, and once more on two. */
+static uint32_t rig_devices __attribute__((unused)); /* just now */
+void emu_set_streams(uint32_t seed) __attribute__((weak));
+void emu_set_devices(int count, bool peers) __attribute__((weak));
+
+static inline int rig_one_device(void **state)
+{
+    (void)state;
+    rig_devices = 1;
+    return 0;
+}
+
+/* Each does only what somebody waits for. */
+static inline int rig_two_devices(void **state)
+{
+    (void)state;
+    rig_devices = 2;
+    return 0;
+}
+
+/* Neither can read the other's memory, and one or the other goes ahead. */
+static inline int rig_two_apart(void **state)
+{
+    (void)state;
+    rig_devices = 2;
+    if (emu_set_streams != NULL) {
+        emu_set_streams(11);
+        emu_set_devices(EMU_DEVICES, false);
+    }
+    return 0;
+}
+
+static inline int rig_as_before(void **state)
+{
+    (void)state;
+    if (emu_set_streams != NULL) {
+        emu_set_streams(0);
+        emu_set_devices(EMU_DEVICES, true);
+    }
+    return 0;
+}
+
+#define RIG_TEST(test, name, setup)                                                                \
+    {                                                                                              \
+        name, test, setup, rig_as_before, NULL                                                     \
+    }
+#define RIG_ON_DEVICES(test)                                                                       \
+    RIG_TEST(test, #test, rig_one_device), RIG_TEST(test, #test "_on_two_devices", rig_two_devices)
+/* And where they must have copies of each other's parts. */
+#define RIG_ON_TWO_APART(test) RIG_TEST(test, #test "_on_two_apart", rig_two_apart)

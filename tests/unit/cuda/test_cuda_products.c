@@ -152,6 +152,7 @@ static void run_product(const both_t *matrices, uint32_t count, const acts_t *a,
         p.w[i] = matrices[i].device;
         p.y[i] = device_alloc((size_t)rows * matrices[i].device.outputs * sizeof(float));
     }
+    assert_int_equal(td_cuda_launch_init(0, 64, 64), TD_OK);
     assert_int_equal(td_cuda_launch_product(NULL, &p), TD_OK);
     for (uint32_t i = 0; i < count; i++) {
         device_get(y[i], p.y[i], (size_t)rows * matrices[i].device.outputs * sizeof(float));

@@ -8,8 +8,7 @@
 #include <jansson.h>
 
 #include "common/model/td_sampler.h"
-#include "tests/unit/cuda/test_cuda_rig.h"
-#include "tests/unit/model/test_model_rig.h"
+#include "tests/unit/cuda/test_cuda_model_rig.h"
 
 #define MODEL "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 #define REFERENCE "tests/data/reference_smollm2.jsonl"
@@ -127,7 +126,56 @@ static void test_the_model_writes_the_references_text(void **state)
     td_gguf_close(gguf);
 }
 
+/* A short text only: three KV heads on two devices, one and two. */
+static void test_two_devices_have_the_bits_of_the_cpu(void **state)
+{
+    enum { PROMPT = 9, MORE = 2 };
+    static reference_t reference;
+    float *want[1 + MORE] = {NULL};
+    td_gguf_t *gguf = NULL;
+
+    (void)state;
+    assert_int_equal(td_gguf_open(MODEL, &gguf), TD_OK);
+    read_reference(&reference);
+    for (int side = 0; side < 2; side++) {
+        td_model_options_t options = default_options();
+        const float *logits = NULL;
+        rig_t rig;
+        options.rows_max = PROMPT;
+        options.logit_rows_max = 1;
+        options.context_max = 512;
+        options.device_kv_bytes = 64u << 20;
+        options.backend = side == 0 ? TD_BACKEND_CPU : TD_BACKEND_CUDA;
+        rig_on_devices(&options, 2);
+        rig_init(&rig, gguf, &options, 1, TOKENS_MAX);
+        for (uint32_t i = 0; i < PROMPT + MORE; i++) {
+            const uint32_t step = i < PROMPT ? 0 : i + 1 - PROMPT;
+            rig.rows[i < PROMPT ? i : 0] = (td_model_row_t){.token = reference.tokens[i],
+                                                            .position = i,
+                                                            .blocks = rig.blocks,
+                                                            .want_logits = i + 1 >= PROMPT};
+            if (i + 1 < PROMPT) {
+                continue;
+            }
+            assert_int_equal(td_model_forward(rig.model, rig.pool, rig.rows, step == 0 ? PROMPT : 1,
+                                              0, NULL, NULL, &logits),
+                             TD_OK);
+            if (side == 0) {
+                want[step] = malloc(rig.info->vocab_size * sizeof(float));
+                assert_non_null(want[step]);
+                memcpy(want[step], logits, rig.info->vocab_size * sizeof(float));
+            } else {
+                cuda_assert_same_bits(want[step], logits, rig.info->vocab_size, "logits");
+                free(want[step]);
+            }
+        }
+        rig_fini(&rig);
+    }
+    td_gguf_close(gguf);
+}
+
 static const struct CMUnitTest tests[] = {
+    cmocka_unit_test(test_two_devices_have_the_bits_of_the_cpu),
     cmocka_unit_test(test_the_model_writes_the_references_text),
 };
 CUDA_TEST_MAIN(tests)

@@ -220,6 +220,7 @@ static void check_place(td_kv_codec_t codec, uint32_t head_dim, uint32_t rope_di
     /* Rows 1 and 3 are on several paths. */
     static const uint32_t begin[ROWS + 1] = {0, 1, 3, 4, 7, 8};
     static const uint32_t blocks[] = {2, 0, 5, 1, 3, 4, 6, 2};
+    static const uint32_t host_blocks[] = {1, 6, 0, 3, 2, 5, 4, 1};
     static const uint32_t slot[ROWS] = {0, 7, 3, 5, 6};
     const td_kv_layout_t kv = {.layers = LAYERS,
                                .kv_heads = KV_HEADS,
@@ -229,8 +230,17 @@ static void check_place(td_kv_codec_t codec, uint32_t head_dim, uint32_t rope_di
     const size_t pool_bytes = BLOCKS * td_kv_block_bytes(&kv);
     uint8_t *want_pool = malloc(pool_bytes);
     uint8_t *got_pool = malloc(pool_bytes);
+    /* The host's blocks have these heads among others. */
+    const td_kv_layout_t whole = {.layers = LAYERS,
+                                  .kv_heads = KV_HEADS + 3,
+                                  .head_dim = head_dim,
+                                  .block_tokens = block_tokens,
+                                  .codec = codec};
+    const size_t whole_bytes = BLOCKS * td_kv_block_bytes(&whole);
+    uint8_t *want_whole = malloc(whole_bytes);
+    uint8_t *got_whole = malloc(whole_bytes);
     uint64_t seed = 6;
-    td_cuda_place_t p = {.layer = 1, .heads = HEADS, .rope_dim = rope_dim};
+    td_cuda_place_t p = {.layer = 1, .host_head = 2, .heads = HEADS, .rope_dim = rope_dim};
 
     for (uint32_t i = 0; i < ROWS * HEADS * head_dim; i++) {
         q[i] = cuda_random(&seed, 3.0f);
@@ -243,6 +253,9 @@ static void check_place(td_kv_codec_t codec, uint32_t head_dim, uint32_t rope_di
         rope[i] = cuda_random(&seed, 1.0f);
     }
     memset(want_pool, 0xff, pool_bytes);
+    memset(want_whole, 0xff, whole_bytes);
+    p.host = td_cuda_kv_of(&whole, device_alloc(whole_bytes));
+    p.host_blocks = device_copy(host_blocks, sizeof(host_blocks));
     p.kv = td_cuda_kv_of(&kv, device_alloc(pool_bytes));
     p.q = device_copy(q, (size_t)ROWS * HEADS * head_dim * sizeof(float));
     p.k = device_copy(k, (size_t)ROWS * KV_HEADS * head_dim * sizeof(float));
@@ -265,6 +278,11 @@ static void check_place(td_kv_codec_t codec, uint32_t head_dim, uint32_t rope_di
                 td_cpu_portable_ops.kv_encode(
                     codec, row, head_dim, block + td_kv_offset(&kv, 1, h % 2 == 1, h / 2, slot[r]),
                     block + td_kv_scale_offset(&kv, 1, h % 2 == 1, h / 2, slot[r]));
+                block = want_whole + host_blocks[b] * td_kv_block_bytes(&whole);
+                td_cpu_portable_ops.kv_encode(
+                    codec, row, head_dim,
+                    block + td_kv_offset(&whole, 1, h % 2 == 1, 2 + h / 2, slot[r]),
+                    block + td_kv_scale_offset(&whole, 1, h % 2 == 1, 2 + h / 2, slot[r]));
             }
         }
     }
@@ -272,7 +290,11 @@ static void check_place(td_kv_codec_t codec, uint32_t head_dim, uint32_t rope_di
     cuda_assert_same_bits(q, got, (size_t)ROWS * HEADS * head_dim, "rotary");
     device_get(got_pool, p.kv.pool, pool_bytes);
     assert_memory_equal(want_pool, got_pool, pool_bytes);
+    device_get(got_whole, p.host.pool, whole_bytes);
+    assert_memory_equal(want_whole, got_whole, whole_bytes);
     device_free(p.kv.pool);
+    device_free(p.host.pool);
+    device_free(p.host_blocks);
     device_free(p.q);
     device_free(p.k);
     device_free(p.v);
@@ -282,6 +304,8 @@ static void check_place(td_kv_codec_t codec, uint32_t head_dim, uint32_t rope_di
     device_free(p.blocks_begin);
     free(want_pool);
     free(got_pool);
+    free(want_whole);
+    free(got_whole);
 }
 
 static void test_rotary_and_kv_write_have_the_bits_of_the_cpu(void **state)
@@ -381,7 +405,14 @@ static void test_embedding_is_the_files_numbers(void **state)
         td_cuda_pack_pairs(&host, &p.w, 0, td_cuda_pairs(&p.w), packed);
         p.w.bytes = device_copy(packed, td_cuda_pairs(&p.w) * p.w.pair_bytes);
         p.tokens = device_copy(tokens, sizeof(tokens));
-        assert_int_equal(td_cuda_launch_embed(NULL, &p, ROWS), TD_OK);
+        /* In two parts of the vocabulary, as devices that share it have them. */
+        for (uint32_t part = 0; part < 2; part++) {
+            td_cuda_embed_t own = p;
+            own.first = part * 16;
+            own.w.bytes = p.w.bytes + part * p.w.pair_bytes;
+            own.w.outputs = part == 0 ? 16 : TOKENS - 16;
+            assert_int_equal(td_cuda_launch_embed(NULL, &own, ROWS), TD_OK);
+        }
         device_get(got, p.x, sizeof(got));
         for (int r = 0; r < ROWS; r++) {
             td_cpu_unpack_row(&host, tokens[r], want);

@@ -258,6 +258,29 @@ static void test_load_refuses_a_backend_that_is_not_there(void **state)
     assert_int_equal(td_backend_parse("gpu", &options.backend), TD_ERR_INVALID);
 }
 
+static void test_lists_of_devices(void **state)
+{
+    static const char *const bad[] = {"",           ",",    "0,",  ",0",
+                                      "0,,1",       "a",    "0 1", "0, 1",
+                                      "-1",         "1024", "0-3", "0,1,2,3,4,5,6,7,8",
+                                      "4294967296", "0x1"};
+    td_devices_t devices = {.count = 77};
+    (void)state;
+
+    for (size_t i = 0; i < TD_ARRAY_LEN(bad); i++) {
+        assert_int_equal(td_devices_parse(bad[i], &devices), TD_ERR_INVALID);
+        assert_int_equal(devices.count, 77);
+    }
+    assert_int_equal(td_devices_parse("3", &devices), TD_OK);
+    assert_int_equal(devices.count, 1);
+    assert_int_equal(devices.ids[0], 3);
+    assert_int_equal(td_devices_parse("7,0,1023,2,4,5,6,1", &devices), TD_OK);
+    assert_int_equal(devices.count, TD_MODEL_DEVICES_MAX);
+    assert_int_equal(devices.ids[0], 7);
+    assert_int_equal(devices.ids[2], 1023);
+    assert_int_equal(devices.ids[7], 1);
+}
+
 #define TINY_RIG(rig, gguf, tiny)                                                                  \
     tiny_init(&(tiny), &(tiny_spec_t){.type = TD_GGUF_Q8_0});                                      \
     assert_int_equal(td_gguf_open_bytes((tiny).bytes, (tiny).len, &(gguf)), TD_OK);                \
@@ -706,6 +729,7 @@ int main(void)
         cmocka_unit_test(test_load_refuses_malformed_models),
         cmocka_unit_test(test_load_refuses_bad_options),
         cmocka_unit_test(test_load_refuses_a_backend_that_is_not_there),
+        cmocka_unit_test(test_lists_of_devices),
         cmocka_unit_test(test_info_says_what_was_loaded),
         cmocka_unit_test(test_forward_refuses_bad_rows_and_writes_nothing),
         cmocka_unit_test(test_forward_reports_layers_in_order_and_never_allocates),

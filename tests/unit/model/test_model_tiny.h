@@ -47,6 +47,9 @@ typedef struct tiny_spec {
     const char *extra_tensor;   /* a vector nobody knows */
     const char *misshapen;      /* a tensor whose outputs are 8 too many */
     uint32_t heads;             /* 0 = TINY_HEADS; metadata only */
+    uint32_t kv_heads;          /* 0 = TINY_KV_HEADS; tensors too */
+    uint32_t kv_group;          /* 0 = TINY_HEADS / TINY_KV_HEADS: heads of one; tensors too */
+    uint32_t ff;                /* 0 = TINY_FF; tensors too */
     uint32_t blocks;            /* 0 = TINY_LAYERS; metadata only */
     uint32_t context;           /* 0 = TINY_CONTEXT; metadata only */
     uint32_t window;            /* llama.attention.sliding_window; 0 = not written */
@@ -197,21 +200,32 @@ static inline void tiny_plan(tiny_t *t, const char *name, uint32_t inputs, uint3
     }
 }
 
+static inline uint32_t tiny_kv_heads(const tiny_spec_t *spec)
+{
+    return spec->kv_heads != 0 ? spec->kv_heads : TINY_KV_HEADS;
+}
+
+static inline uint32_t tiny_heads(const tiny_spec_t *spec)
+{
+    const uint32_t group = spec->kv_group != 0 ? spec->kv_group : TINY_HEADS / TINY_KV_HEADS;
+
+    return tiny_kv_heads(spec) * group;
+}
+
 static inline void tiny_plan_all(tiny_t *t)
 {
-    static const struct {
+    const uint32_t q_dim = tiny_heads(&t->spec) * TINY_HEAD_DIM;
+    const uint32_t kv_dim = tiny_kv_heads(&t->spec) * TINY_HEAD_DIM;
+    const uint32_t ff = t->spec.ff != 0 ? t->spec.ff : TINY_FF;
+    const struct {
         const char *name;
         uint32_t inputs;
         uint32_t outputs;
-    } parts[] = {{"attn_norm", TINY_DIM, 0},
-                 {"attn_q", TINY_DIM, TINY_Q_DIM},
-                 {"attn_k", TINY_DIM, TINY_KV_DIM},
-                 {"attn_v", TINY_DIM, TINY_KV_DIM},
-                 {"attn_output", TINY_Q_DIM, TINY_DIM},
-                 {"ffn_norm", TINY_DIM, 0},
-                 {"ffn_gate", TINY_DIM, TINY_FF},
-                 {"ffn_up", TINY_DIM, TINY_FF},
-                 {"ffn_down", TINY_FF, TINY_DIM}};
+    } parts[] = {{"attn_norm", TINY_DIM, 0},       {"attn_q", TINY_DIM, q_dim},
+                 {"attn_k", TINY_DIM, kv_dim},     {"attn_v", TINY_DIM, kv_dim},
+                 {"attn_output", q_dim, TINY_DIM}, {"ffn_norm", TINY_DIM, 0},
+                 {"ffn_gate", TINY_DIM, ff},       {"ffn_up", TINY_DIM, ff},
+                 {"ffn_down", ff, TINY_DIM}};
     char name[64];
 
     tiny_plan(t, "token_embd.weight", TINY_DIM, TINY_VOCAB);
@@ -240,9 +254,10 @@ static inline void tiny_put_metadata(tiny_t *t)
         {"llama.context_length", t->spec.context != 0 ? t->spec.context : TINY_CONTEXT},
         {"llama.attention.sliding_window", t->spec.window},
         {"llama.embedding_length", TINY_DIM},
-        {"llama.feed_forward_length", TINY_FF},
-        {"llama.attention.head_count", t->spec.heads != 0 ? t->spec.heads : TINY_HEADS},
-        {"llama.attention.head_count_kv", TINY_KV_HEADS},
+        {"llama.attention.key_length", TINY_HEAD_DIM},
+        {"llama.feed_forward_length", t->spec.ff != 0 ? t->spec.ff : TINY_FF},
+        {"llama.attention.head_count", t->spec.heads != 0 ? t->spec.heads : tiny_heads(&t->spec)},
+        {"llama.attention.head_count_kv", tiny_kv_heads(&t->spec)},
         {"llama.rope.dimension_count", t->spec.rope_dim != 0 ? t->spec.rope_dim : TINY_HEAD_DIM}};
     const struct {
         const char *key;
