@@ -4,12 +4,19 @@
  * of the others only what it waits for. So whoever reads without waiting, or fills a buffer again
  * that is still to be read, is found out. Memory that is not pinned is copied as the runtime does
  * it: from it when it is asked for, to it at once. A device address ends at a page that nobody may
- * touch. Threads: one at a time in the process. */
+ * touch.
+ *
+ * Threads: any. `lock` guards the tables and lists, for no longer than a call; who does what a
+ * stream was asked holds `turn`, one operation at a time, so a thread that only asks or looks never
+ * waits for a kernel. */
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cuda_runtime_api.h>
@@ -18,8 +25,8 @@
 
 #define PAGE ((size_t)4096)
 #define ALLOCATIONS_MAX 4096
-#define PINNED_MAX 256
-#define STREAMS_MAX 16
+#define PINNED_MAX 1024
+#define STREAMS_MAX 256
 #define MEMORY_TOTAL ((size_t)8 << 30)
 #define POISONED_MAX ((size_t)64 << 20) /* larger ones stay zero, and need no memory until used */
 
@@ -35,7 +42,7 @@ typedef struct pinned {
     size_t bytes;
 } pinned_t;
 
-typedef enum op_kind { OP_COPY, OP_SET, OP_LAUNCH, OP_RECORD, OP_WAIT } op_kind_t;
+typedef enum op_kind { OP_COPY, OP_SET, OP_LAUNCH, OP_RECORD, OP_WAIT, OP_WORK } op_kind_t;
 
 typedef struct op {
     op_kind_t kind;
@@ -50,6 +57,9 @@ typedef struct op {
     uint64_t ticket;      /* of the record that is waited for */
     unsigned char *owned; /* what is copied from, or the kernel's parameter */
     size_t owned_bytes;
+    bool (*run)(void *ctx); /* of another library */
+    void (*drop)(void *ctx);
+    void *ctx;
 } op_t;
 
 typedef struct op_list {
@@ -86,8 +96,21 @@ static size_t memory_used;
 static uint64_t launches;
 static uint64_t graphs; /* launched */
 static uint64_t tickets;
-static cudaError_t last_error = cudaSuccess;
+static _Thread_local cudaError_t last_error = cudaSuccess;
 static uint32_t fail_in; /* calls; 0 = none fails */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
+static atomic_bool turn_wanted; /* by who does not wait for it: relaxed, only a hint */
+
+static void lock(void)
+{
+    (void)pthread_mutex_lock(&mutex);
+}
+
+static void unlock(void)
+{
+    (void)pthread_mutex_unlock(&mutex);
+}
 
 void emu_set_memory(size_t bytes)
 {
@@ -141,23 +164,65 @@ static bool is_dead(void)
 /* Is this the call that a test wants to fail? */
 static bool fails(void)
 {
-    if (!is_dead() && (fail_in == 0 || --fail_in > 0)) {
+    bool now = false;
+
+    lock();
+    now = fail_in > 0 && --fail_in == 0;
+    unlock();
+    if (!now && !is_dead()) {
         return false;
     }
     last_error = cudaErrorUnknown;
     return true;
 }
 
+bool emu_fails(void)
+{
+    return fails();
+}
+
 /* --- streams ---------------------------------------------------------------------------------- */
+
+typedef enum progress { STREAM_EMPTY, STREAM_STUCK, STREAM_WENT_ON } progress_t;
+
+static void nap(long ns)
+{
+    const struct timespec time = {.tv_nsec = ns};
+    (void)nanosleep(&time, NULL);
+}
+
+static void turn_begin(void)
+{
+    (void)pthread_mutex_lock(&turn);
+}
+
+/* For who does not wait: NULL is no answer yet, so it shall have the next one. */
+static bool turn_try(void)
+{
+    if (pthread_mutex_trylock(&turn) == 0) {
+        return true;
+    }
+    atomic_store_explicit(&turn_wanted, true, memory_order_relaxed);
+    return false;
+}
+
+static void turn_end(void)
+{
+    (void)pthread_mutex_unlock(&turn);
+    if (atomic_exchange_explicit(&turn_wanted, false, memory_order_relaxed)) {
+        nap(200000);
+    }
+}
 
 static struct CUstream_st *stream_of(cudaStream_t stream)
 {
     return stream == NULL ? &streams[0] : stream;
 }
 
-static void run_until(struct CUevent_st *event, uint64_t ticket);
+static bool run_until(struct CUevent_st *event, uint64_t ticket);
 
-static void run_op(op_t *op)
+/* False: it has to be tried again later. */
+static bool run_op(op_t *op)
 {
     switch (op->kind) {
     case OP_COPY:
@@ -171,43 +236,95 @@ static void run_op(op_t *op)
         emu_launch(op->from, op->grid, op->block, op->owned, op->bytes);
         break;
     case OP_RECORD:
+        lock();
         op->event->done = op->ticket;
+        unlock();
         break;
     case OP_WAIT:
-        run_until(op->event, op->ticket);
-        break;
+        return run_until(op->event, op->ticket);
+    case OP_WORK:
+        return op->run(op->ctx);
     }
-}
-
-static bool run_next(struct CUstream_st *s)
-{
-    op_t *op = s->ops.first;
-
-    if (op == NULL) {
-        return false;
-    }
-    s->ops.first = op->next;
-    s->ops.last = s->ops.first == NULL ? NULL : s->ops.last;
-    run_op(op);
-    free(op->owned);
-    free(op);
     return true;
 }
 
+static void op_free(op_t *op)
+{
+    if (op->drop != NULL) {
+        op->drop(op->ctx);
+    }
+    free(op->owned);
+    free(op);
+}
+
+/* Does what is first in a stream. It stays there until it is done: whoever finds the stream empty
+ * has waited for all of it. The caller has the turn. */
+static progress_t run_next(struct CUstream_st *s)
+{
+    op_t *op = NULL;
+
+    lock();
+    op = s->ops.first;
+    unlock();
+    if (op == NULL) {
+        return STREAM_EMPTY;
+    }
+    if (!run_op(op)) {
+        return STREAM_STUCK;
+    }
+    lock();
+    s->ops.first = op->next;
+    s->ops.last = s->ops.first == NULL ? NULL : s->ops.last;
+    unlock();
+    op_free(op);
+    return STREAM_WENT_ON;
+}
+
+/* Waits for all of it. */
 static void run_stream(struct CUstream_st *s)
 {
-    while (run_next(s)) {
+    progress_t progress = STREAM_WENT_ON;
+
+    while (progress != STREAM_EMPTY) {
+        turn_begin();
+        progress = run_next(s);
+        turn_end();
+        if (progress == STREAM_STUCK) {
+            nap(50000);
+        }
     }
 }
 
-static void run_until(struct CUevent_st *event, uint64_t ticket)
+static bool is_reached(const struct CUevent_st *event, uint64_t ticket)
 {
-    while (event->done < ticket) {
-        if (!run_next(event->stream)) {
-            (void)fprintf(stderr, "emu: a stream waits for an event that does not come\n");
-            _Exit(EMU_EXIT_FAULT);
+    bool reached = false;
+
+    lock();
+    reached = event->done >= ticket;
+    unlock();
+    return reached;
+}
+
+static progress_t run_towards(const struct CUevent_st *event)
+{
+    const progress_t progress = run_next(event->stream);
+
+    if (progress == STREAM_EMPTY) {
+        (void)fprintf(stderr, "emu: a stream waits for an event that does not come\n");
+        _Exit(EMU_EXIT_FAULT);
+    }
+    return progress;
+}
+
+/* The caller has the turn. */
+static bool run_until(struct CUevent_st *event, uint64_t ticket)
+{
+    while (!is_reached(event, ticket)) {
+        if (run_towards(event) == STREAM_STUCK) {
+            return false;
         }
     }
+    return true;
 }
 
 /* The last one first: they should not depend on each other. */
@@ -216,6 +333,17 @@ static void run_all(void)
     for (size_t i = STREAMS_MAX; i-- > 0;) {
         run_stream(&streams[i]);
     }
+}
+
+/* As far as it goes without waiting for others than us. */
+static void run_all_there_is(void)
+{
+    turn_begin();
+    for (size_t i = STREAMS_MAX; i-- > 0;) {
+        while (run_next(&streams[i]) == STREAM_WENT_ON) {
+        }
+    }
+    turn_end();
 }
 
 static bool append(op_list_t *list, const op_t *wanted)
@@ -241,8 +369,7 @@ static void free_ops(op_list_t *list)
     while (list->first != NULL) {
         op_t *op = list->first;
         list->first = op->next;
-        free(op->owned);
-        free(op);
+        op_free(op);
     }
     list->last = NULL;
 }
@@ -269,34 +396,55 @@ static bool append_copies(op_list_t *list, const op_list_t *from)
 static cudaError_t add_op(cudaStream_t stream, const op_t *wanted)
 {
     struct CUstream_st *s = stream_of(stream);
+    bool added = false;
 
-    if (!append(s->captured != NULL ? &s->captured->ops : &s->ops, wanted)) {
+    lock();
+    added = append(s->captured != NULL ? &s->captured->ops : &s->ops, wanted);
+    unlock();
+    if (!added) {
         free(wanted->owned);
         return set_error(cudaErrorMemoryAllocation);
     }
     return cudaSuccess;
 }
 
+bool emu_add_work(struct CUstream_st *stream, bool (*run)(void *ctx), void (*drop)(void *ctx),
+                  void *ctx)
+{
+    const op_t op = {.kind = OP_WORK, .run = run, .drop = drop, .ctx = ctx};
+
+    return add_op(stream, &op) == cudaSuccess;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned int flags)
 {
+    struct CUstream_st *found = NULL;
+
     if (fails()) {
         return cudaErrorUnknown;
     }
     (void)flags;
-    for (size_t i = 0; i < STREAMS_MAX; i++) {
+    lock();
+    for (size_t i = 0; i < STREAMS_MAX && found == NULL; i++) {
         if (!streams[i].used) {
             streams[i] = (struct CUstream_st){.used = true};
-            *out = &streams[i];
-            return cudaSuccess;
+            found = &streams[i];
         }
     }
-    return set_error(cudaErrorMemoryAllocation);
+    unlock();
+    if (found == NULL) {
+        return set_error(cudaErrorMemoryAllocation);
+    }
+    *out = found;
+    return cudaSuccess;
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
     run_stream(stream);
+    lock();
     stream->used = false;
+    unlock();
     return cudaSuccess;
 }
 
@@ -312,14 +460,32 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
     return cudaSuccess;
 }
 
+/* Whoever looks is waiting for it: a little of it is done, if nobody else does something. */
+cudaError_t cudaStreamQuery(cudaStream_t stream)
+{
+    progress_t progress = STREAM_STUCK;
+
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
+    if (turn_try()) {
+        progress = run_next(stream_of(stream));
+        turn_end();
+    }
+    return progress == STREAM_EMPTY ? cudaSuccess : cudaErrorNotReady;
+}
+
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags)
 {
-    const op_t op = {.kind = OP_WAIT, .event = event, .ticket = event->asked};
+    op_t op = {.kind = OP_WAIT, .event = event};
 
     if (fails()) {
         return cudaErrorUnknown;
     }
     (void)flags;
+    lock();
+    op.ticket = event->asked;
+    unlock();
     return add_op(stream, &op);
 }
 
@@ -335,21 +501,36 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned int flags)
 
 cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
-    run_all(); /* nobody refers to it any more */
+    run_all_there_is(); /* nobody refers to it any more */
     free(event);
     return cudaSuccess;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
-    const op_t op = {.kind = OP_RECORD, .event = event, .ticket = ++tickets};
+    op_t op = {.kind = OP_RECORD, .event = event};
 
     if (fails()) {
         return cudaErrorUnknown;
     }
+    lock();
+    op.ticket = ++tickets;
     event->stream = stream_of(stream);
     event->asked = op.ticket;
+    unlock();
     return add_op(stream, &op);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event)
+{
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
+    if (!is_reached(event, event->asked) && turn_try()) {
+        (void)run_next(event->stream);
+        turn_end();
+    }
+    return is_reached(event, event->asked) ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event)
@@ -357,7 +538,17 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event)
     if (fails()) {
         return cudaErrorUnknown;
     }
-    run_until(event, event->asked);
+    while (!is_reached(event, event->asked)) {
+        progress_t progress = STREAM_WENT_ON;
+        turn_begin();
+        if (!is_reached(event, event->asked)) {
+            progress = run_towards(event);
+        }
+        turn_end();
+        if (progress == STREAM_STUCK) {
+            nap(50000);
+        }
+    }
     return cudaSuccess;
 }
 
@@ -407,13 +598,16 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsign
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
 {
+    bool copied = false;
+
     if (fails()) {
         return cudaErrorUnknown;
     }
+    lock();
     graphs++;
-    return append_copies(&stream_of(stream)->ops, &exec->ops)
-               ? cudaSuccess
-               : set_error(cudaErrorMemoryAllocation);
+    copied = append_copies(&stream_of(stream)->ops, &exec->ops);
+    unlock();
+    return copied ? cudaSuccess : set_error(cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph)
@@ -432,17 +626,15 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
 
 /* --- memory ----------------------------------------------------------------------------------- */
 
-cudaError_t cudaMalloc(void **out, size_t bytes)
+/* Gives a piece of memory that ends at a page nobody may touch; NULL: there is none. Locked. */
+static unsigned char *allocate(size_t bytes)
 {
     const size_t limit = memory_limit == 0 ? MEMORY_TOTAL : memory_limit;
     const size_t data = (bytes + 15) / 16 * 16;
     const size_t pages = (data + PAGE - 1) / PAGE * PAGE;
 
-    if (fails()) {
-        return cudaErrorUnknown;
-    }
     if (bytes > limit || memory_used > limit - bytes) {
-        return set_error(cudaErrorMemoryAllocation);
+        return NULL;
     }
     for (size_t i = 0; i < ALLOCATIONS_MAX; i++) {
         allocation_t *a = &allocations[i];
@@ -454,7 +646,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (a->map == MAP_FAILED) {
             a->map = NULL;
-            return set_error(cudaErrorMemoryAllocation);
+            return NULL;
         }
         (void)mprotect(a->map + pages, PAGE, PROT_NONE);
         a->address = a->map + pages - data;
@@ -463,60 +655,96 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
         if (bytes <= POISONED_MAX) {
             memset(a->map, 0xff, pages); /* NaN, as what nobody has written may be */
         }
-        *out = a->address;
-        return cudaSuccess;
+        return a->address;
     }
-    return set_error(cudaErrorMemoryAllocation);
+    return NULL;
 }
 
-cudaError_t cudaFree(void *address)
+cudaError_t cudaMalloc(void **out, size_t bytes)
 {
-    run_all(); /* as the runtime does */
+    unsigned char *address = NULL;
+
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
+    lock();
+    address = allocate(bytes);
+    unlock();
+    if (address == NULL) {
+        return set_error(cudaErrorMemoryAllocation);
+    }
+    *out = address;
+    return cudaSuccess;
+}
+
+/* Locked. */
+static bool release(const void *address)
+{
     for (size_t i = 0; i < ALLOCATIONS_MAX && address != NULL; i++) {
         allocation_t *a = &allocations[i];
         if (a->map != NULL && a->address == address) {
             (void)munmap(a->map, a->map_bytes);
             memory_used -= a->bytes;
             memset(a, 0, sizeof(*a));
-            return cudaSuccess;
+            return true;
         }
     }
-    return address == NULL ? cudaSuccess : set_error(cudaErrorInvalidValue);
+    return address == NULL;
+}
+
+cudaError_t cudaFree(void *address)
+{
+    bool released = false;
+
+    run_all(); /* as the runtime does */
+    lock();
+    released = release(address);
+    unlock();
+    return released ? cudaSuccess : set_error(cudaErrorInvalidValue);
 }
 
 static bool add_pinned(const void *address, size_t bytes)
 {
-    for (size_t i = 0; i < PINNED_MAX; i++) {
+    bool added = false;
+
+    lock();
+    for (size_t i = 0; i < PINNED_MAX && !added; i++) {
         if (pinned[i].address == NULL) {
             pinned[i] = (pinned_t){address, bytes};
-            return true;
+            added = true;
         }
     }
-    return false;
+    unlock();
+    return added;
 }
 
 static bool remove_pinned(const void *address)
 {
-    for (size_t i = 0; i < PINNED_MAX; i++) {
+    bool removed = false;
+
+    lock();
+    for (size_t i = 0; i < PINNED_MAX && !removed; i++) {
         if (address != NULL && pinned[i].address == address) {
             pinned[i].address = NULL;
-            return true;
+            removed = true;
         }
     }
-    return false;
+    unlock();
+    return removed;
 }
 
 static bool is_pinned(const void *address)
 {
     const unsigned char *at = address;
+    bool found = false;
 
-    for (size_t i = 0; i < PINNED_MAX; i++) {
-        if (pinned[i].address != NULL && at >= pinned[i].address &&
-            at < pinned[i].address + pinned[i].bytes) {
-            return true;
-        }
+    lock();
+    for (size_t i = 0; i < PINNED_MAX && !found; i++) {
+        found = pinned[i].address != NULL && at >= pinned[i].address &&
+                at < pinned[i].address + pinned[i].bytes;
     }
-    return false;
+    unlock();
+    return found;
 }
 
 cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned int flags)
@@ -608,8 +836,10 @@ cudaError_t cudaMemGetInfo(size_t *free_out, size_t *total_out)
     if (fails()) {
         return cudaErrorUnknown;
     }
+    lock();
     *total_out = memory_limit == 0 ? MEMORY_TOTAL : memory_limit;
     *free_out = *total_out - (memory_used < *total_out ? memory_used : *total_out);
+    unlock();
     return cudaSuccess;
 }
 
@@ -622,6 +852,23 @@ cudaError_t cudaGetDeviceCount(int *out)
         return cudaErrorUnknown;
     }
     *out = 1;
+    return cudaSuccess;
+}
+
+/* Each process is a device of its own, and so is each that a test names: links know no two on one.
+ */
+cudaError_t cudaDeviceGetPCIBusId(char *out, int len, int device)
+{
+    const char *named = getenv("EMU_BUS");
+
+    if (fails()) {
+        return cudaErrorUnknown;
+    }
+    if (named != NULL) {
+        (void)snprintf(out, (size_t)len, "%s", named);
+    } else {
+        (void)snprintf(out, (size_t)len, "emu-%d-%d", (int)getpid(), device);
+    }
     return cudaSuccess;
 }
 

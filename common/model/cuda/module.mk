@@ -52,6 +52,10 @@ build/emu/%.o: %.cu $(CUDA_TEXTS) $(EMU_TEXTS)
 	@echo "  EMU     $<"
 	@$(EMU_CXX) $(EMU_CXXFLAGS) -O2 -include tests/emu/emu.h -x c++ -c $< -o $@
 
+# In place of the runtime and of NCCL's library.
+EMU_DOUBLES := $(B)/tests/emu/emu_cudart.o $(B)/tests/emu/emu_nccl.o
+EMU_CUDA_OBJ := $(filter-out %/td_cuda_nccl.o,$(CUDA_OBJ))
+
 CUDA_TEST_SRC := $(wildcard tests/unit/cuda/test_*.c)
 CUDA_TEST_BIN := $(CUDA_TEST_SRC:tests/%.c=$(BIN)/tests/%)
 # What keeps them from being built. Fibers of the emulator are no threads that a thread sanitizer knows;
@@ -59,14 +63,13 @@ CUDA_TEST_BIN := $(CUDA_TEST_SRC:tests/%.c=$(BIN)/tests/%)
 CUDA_ABSENT := $(if $(findstring thread,$(SAN)),its fibers and ThreadSanitizer do not go together,$(if \
                $(EMU_CXX),$(if $(CUDA_INC),,no CUDA headers: deploy/cuda_headers.sh fetches them),no clang++))
 ifeq ($(CUDA_ABSENT),)
-$(CUDA_TEST_BIN): $(BIN)/tests/%: $(B)/tests/%.o $(CUDA_OBJ) $(EMU_OBJ) $(B)/tests/emu/emu_cudart.o \
-        $(B)/libtandem.a
+$(CUDA_TEST_BIN): $(BIN)/tests/%: $(B)/tests/%.o $(EMU_CUDA_OBJ) $(EMU_OBJ) $(EMU_DOUBLES) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CMOCKA_LIBS) -o $@
 # The nodes with the emulator in place of a device, for tests of whole clusters.
 EMU_NODES := $(BIN)/emu/tandem-prefill $(BIN)/emu/tandem-decode
 TEST_PROGRAMS += $(EMU_NODES)
-EMU_NODE_OBJ := $(CUDA_OBJ) $(EMU_OBJ) $(B)/tests/emu/emu_cudart.o
+EMU_NODE_OBJ := $(EMU_CUDA_OBJ) $(EMU_OBJ) $(EMU_DOUBLES)
 $(EMU_NODES): $(BIN)/emu/tandem-%: $(B)/%_node/main.o $(EMU_NODE_OBJ) $(B)/lib%_node.a $(B)/libkvstore.a \
         $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
@@ -85,7 +88,7 @@ build/emu-race/%.o: %.cu $(CUDA_TEXTS) $(EMU_TEXTS)
 	@mkdir -p $(@D)
 	@echo "  EMU     $< (races)"
 	@$(EMU_CXX) $(EMU_CXXFLAGS) -O0 -fsanitize=thread -include tests/emu/emu.h -x c++ -c $< -o $@
-$(BIN)/emu_race: $(B)/tests/emu/race_main.o $(B)/tests/emu/emu_cudart.o $(RACE_OBJ) $(CUDA_OBJ) $(B)/libtandem.a
+$(BIN)/emu_race: $(B)/tests/emu/race_main.o $(EMU_DOUBLES) $(RACE_OBJ) $(EMU_CUDA_OBJ) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(EMU_CXX) -fsanitize=thread -pthread $(filter-out -fsanitize%,$(LDFLAGS)) $^ $(LIBS_ALL) -o $@
 else

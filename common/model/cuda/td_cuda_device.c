@@ -160,6 +160,7 @@ static void device_destroy(td_model_device_t *d)
 {
     cudaEvent_t *const events[] = {d->computed, d->left, d->staged};
 
+    td_cuda_exchange_destroy(d->exchange);
     if (d->compute != NULL) {
         (void)cudaStreamSynchronize(d->compute);
     }
@@ -346,6 +347,7 @@ static td_status_t device_start(td_model_device_t *d, const td_model_t *m)
     }
     TD_TRY(device_take(d, d->places * block_bytes, "kv", &d->pool));
     TD_TRY(td_cuda_mirror_create(d->places, TD_POOL_BLOCKS_MAX, &d->mirror));
+    TD_TRY(td_cuda_exchange_create(d->index, d->pool, block_bytes, d->mirror, &d->exchange));
     pin(d, 0, m->logits,
         (size_t)m->options.logit_rows_max * m->info.vocab_size * sizeof(*m->logits));
     pin(d, 1, m->normed, (size_t)m->options.rows_max * m->info.embed_dim * sizeof(*m->normed));
@@ -401,6 +403,11 @@ static void device_changed(td_model_device_t *d, uint32_t block)
     td_cuda_mirror_forget(d->mirror, block);
 }
 
+static td_kv_device_t *device_kv(td_model_device_t *d)
+{
+    return td_cuda_exchange_device(d->exchange);
+}
+
 const td_model_device_ops_t td_cuda_device_ops = {
     .create = device_create,
     .load = device_load,
@@ -408,5 +415,6 @@ const td_model_device_ops_t td_cuda_device_ops = {
     .forward = td_cuda_forward,
     .changed = device_changed,
     .use_pool = device_use_pool,
+    .kv_device = device_kv,
     .destroy = device_destroy,
 };

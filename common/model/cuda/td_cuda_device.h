@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "common/model/cuda/td_cuda_graphs.h"
+#include "common/model/cuda/td_cuda_exchange.h"
 #include "common/model/cuda/td_cuda_launch.h"
 #include "common/model/cuda/td_cuda_mirror.h"
 #include "common/model/td_model_device_internal.h"
@@ -80,10 +81,11 @@ struct td_model_device {
 
     uint8_t *pool; /* [place][block] */
     uint32_t places;
-    td_cuda_mirror_t *mirror; /* owned */
-    const uint8_t *host_pool; /* borrowed: whose blocks the copies are of */
-    uint8_t *mapped;          /* the host's pool where kernels can write it, else NULL */
-    void *registered;         /* of the host's pool: what is to be given back */
+    td_cuda_mirror_t *mirror;     /* owned */
+    td_cuda_exchange_t *exchange; /* owned: copies to and from other devices */
+    const uint8_t *host_pool;     /* borrowed: whose blocks the copies are of */
+    uint8_t *mapped;              /* the host's pool where kernels can write it, else NULL */
+    void *registered;             /* of the host's pool: what is to be given back */
 
     td_cuda_graphs_t graphs; /* of passes that decode */
 

@@ -313,5 +313,6 @@ td_status_t td_cuda_forward(td_model_device_t *d, td_model_t *m)
         (void)cudaStreamSynchronize(d->out);
         td_cuda_mirror_forget_all(d->mirror);
     }
+    td_cuda_mirror_end(d->mirror);
     return status;
 }

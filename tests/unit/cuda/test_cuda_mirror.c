@@ -34,9 +34,9 @@ static void test_a_copy_stays_until_its_place_is_needed(void **state)
     (void)state;
     td_cuda_mirror_begin(m);
     place = take(m, 50, false);
-    td_cuda_mirror_validate(m, 50);
+    td_cuda_mirror_validate(m, 50, false);
     take(m, 51, false);
-    td_cuda_mirror_validate(m, 51);
+    td_cuda_mirror_validate(m, 51, false);
     td_cuda_mirror_begin(m);
     assert_int_equal(take(m, 50, true), place); /* 51 is older now */
     take(m, 52, false);
@@ -73,7 +73,7 @@ static void test_what_the_host_changed_is_not_valid(void **state)
     td_cuda_mirror_begin(m);
     for (uint32_t b = 0; b < 3; b++) {
         take(m, b, false);
-        td_cuda_mirror_validate(m, b);
+        td_cuda_mirror_validate(m, b, false);
     }
     td_cuda_mirror_forget(m, 1);
     td_cuda_mirror_forget(m, 99); /* which is not there */
@@ -93,12 +93,12 @@ static void test_a_new_epoch_is_another_block(void **state)
     (void)state;
     td_cuda_mirror_begin(m);
     take(m, 1, false);
-    td_cuda_mirror_validate(m, 1);
+    td_cuda_mirror_validate(m, 1, false);
     take(m, 1, true);
     epoch++;
     take(m, 1, false);
     take(m, 1, false); /* still nobody has made a copy */
-    td_cuda_mirror_validate(m, 1);
+    td_cuda_mirror_validate(m, 1, false);
     take(m, 1, true);
     td_cuda_mirror_destroy(m);
 }

@@ -1,5 +1,5 @@
-/* test_cuda_model_rig.h - models on the device, beside those of test_model_rig.h. Include <cmocka.h>
- * first. Threads: owner. */
+/* test_cuda_model_rig.h - models on the device, beside those of test_model_rig.h. Include
+ * <cmocka.h> first. Threads: owner. */
 #pragma once
 
 #include "common/kv/td_pool.h"
