@@ -75,6 +75,7 @@ static td_status_t open_pool(td_node_t *n, const td_node_setup_t *setup)
                                    .incarnation = n->proc.incarnation,
                                    .metrics = n->proc.metrics,
                                    .name_prefix = setup->metric_prefix,
+                                   .device_series = true,
                                    .device = nccl ? td_model_kv_device(n->model) : NULL};
 
     td_attention_mask_name(td_node_mask(n), attention);

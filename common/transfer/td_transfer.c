@@ -160,6 +160,7 @@ struct td_transfer {
     td_metric_t *seconds[TD_CARRIERS];
     td_metric_t *failures[TD_CARRIERS];
     td_metric_t *answered_bytes;
+    td_nccl_metrics_t nccl_metrics;
 };
 
 const char *td_carrier_name(td_carrier_t carrier)
@@ -310,6 +311,9 @@ static void declare_metrics(td_transfer_t *t, const td_transfer_config_t *c)
         t->failures[i] = declare(c, "_transfer_failures_total", labels[i],
                                  "fetches that did not succeed by the carrier");
     }
+    if (c->device_series || c->device != NULL) {
+        td_nccl_declare(c->metrics, c->name_prefix, &t->nccl_metrics);
+    }
 }
 
 static void metric_add(td_metric_t *metric, uint64_t n)
@@ -344,8 +348,7 @@ static td_status_t open_nccl(td_transfer_t *t, const td_transfer_config_t *c)
                                      .memory = t->memory,
                                      .block_bytes = t->block_bytes,
                                      .block_count = t->block_count,
-                                     .metrics = c->metrics,
-                                     .name_prefix = c->name_prefix,
+                                     .metrics = t->nccl_metrics,
                                      .send = send_note,
                                      .incarnation = own_incarnation,
                                      .pool = own_pool,

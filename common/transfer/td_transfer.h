@@ -50,6 +50,7 @@ typedef struct td_transfer_config {
     const char *name_prefix; /* of the series, e.g. "tandem_decode" */
     /* borrowed until the transfer ends; NULL: none. Sends and receives blocks where it can. */
     td_kv_device_t *device;
+    bool device_series; /* declares the series of NCCL also where there is no device */
     /* of NCCL, 0 = what common/transfer/td_transfer_nccl.h says */
     size_t nccl_slot_bytes;
     uint32_t nccl_deadline_ms;

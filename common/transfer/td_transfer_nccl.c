@@ -13,7 +13,7 @@
 
 #define CLOSE_MS 3000u /* at the end, for links to be gone */
 #define NO_SLOT UINT32_MAX
-#define NEXT_SOON_US 50u   /* the device has something under way */
+#define NEXT_SOON_US 50u    /* the device has something under way */
 #define NEXT_LATER_US 5000u /* a link opens or closes */
 #ifndef TAILQ_FOREACH_SAFE
 #define TAILQ_FOREACH_SAFE(var, head, field, next)                                                 \
@@ -21,7 +21,8 @@
          (var) = (next))
 #endif
 
-/* --- wire: as the transfer's own, both ends of one build's layout ------------------------------ */
+/* --- wire: as the transfer's own, both ends of one build's layout ------------------------------
+ */
 
 typedef enum message_kind {
     MSG_WANT = 1,   /* rank 1: open a link to me */
@@ -55,7 +56,8 @@ typedef struct message_part {
 
 _Static_assert(sizeof(message_t) == 48 && sizeof(message_part_t) == 24, "layout on the wire");
 
-/* --- state ------------------------------------------------------------------------------------- */
+/* --- state -------------------------------------------------------------------------------------
+ */
 
 typedef enum op_state {
     OP_ASKED,     /* receive: the owner was asked */
@@ -123,12 +125,6 @@ struct td_nccl {
     TAILQ_HEAD(, peer) peers;
     struct op_list landing;  /* in the order that they end */
     struct op_list draining; /* gathered for nobody */
-
-    td_metric_t *links;
-    td_metric_t *opened;
-    td_metric_t *aborted;
-    td_metric_t *quarantined;
-    td_metric_t *sent_bytes;
 };
 
 static void metric_add(td_metric_t *metric, uint64_t n)
@@ -263,9 +259,9 @@ static void count_links(td_nccl_t *n)
             held++;
         }
     }
-    if (n->links != NULL) {
-        td_metric_set(n->links, ready);
-        td_metric_set(n->quarantined, held);
+    if (n->config.metrics.links != NULL) {
+        td_metric_set(n->config.metrics.links, ready);
+        td_metric_set(n->config.metrics.quarantined, held);
     }
 }
 
@@ -276,7 +272,8 @@ static void wait_longer(td_nccl_t *n, peer_t *p)
     (void)n;
 }
 
-/* Everything under way with the peer ends; what NCCL may still touch waits until the link is gone. */
+/* Everything under way with the peer ends; what NCCL may still touch waits until the link is gone.
+ */
 static void link_end(td_nccl_t *n, peer_t *p, const char *why)
 {
     op_t *op = NULL;
@@ -289,7 +286,7 @@ static void link_end(td_nccl_t *n, peer_t *p, const char *why)
                 (unsigned long long)(p->backoff_ns / TD_NS_PER_MS));
     (void)send_plain(n, p, MSG_CLOSE, NULL, 0, TD_OK);
     n->device->ops->link_close(p->link);
-    metric_add(n->aborted, 1);
+    metric_add(n->config.metrics.aborted, 1);
     TAILQ_INIT(&p->turns);
     while ((op = TAILQ_FIRST(&p->ops)) != NULL) {
         fetch_fails(n, op, TD_ERR_BUSY);
@@ -373,8 +370,7 @@ static bool can_link(const char *own, const char *other)
     const char *own_device = strrchr(own, ' ');
     const char *other_device = strrchr(other, ' ');
 
-    return own_device != NULL && other_device != NULL &&
-           own_device - own == other_device - other &&
+    return own_device != NULL && other_device != NULL && own_device - own == other_device - other &&
            strncmp(own, other, (size_t)(own_device - own)) == 0 &&
            strcmp(own_device, other_device) != 0;
 }
@@ -493,8 +489,7 @@ static bool ask_next(td_nccl_t *n, peer_t *p, td_fetch_t *fetch)
     }
     for (uint32_t i = 0; i < count; i++) {
         const td_fetch_piece_t *piece = &fetch->pieces[fetch->next_piece];
-        const uint32_t bytes =
-            (uint32_t)TD_MIN(left, (size_t)piece->bytes - fetch->next_offset);
+        const uint32_t bytes = (uint32_t)TD_MIN(left, (size_t)piece->bytes - fetch->next_offset);
         parts[i] = (message_part_t){.epoch = piece->epoch,
                                     .block = piece->block,
                                     .offset = piece->offset + fetch->next_offset,
@@ -594,27 +589,25 @@ static bool parts_are_live(const td_nccl_t *n, const op_t *op)
     return true;
 }
 
-static void on_ask(td_nccl_t *n, peer_t *p, const message_t *m, const uint8_t *parts, size_t len)
+/* What an ask says, as an op; NULL: it does not fit, or there is no room for it. */
+static op_t *read_ask(const td_nccl_t *n, peer_t *p, const message_t *m, const uint8_t *parts,
+                      size_t len)
 {
     op_t *op = NULL;
-    size_t bytes = 0;
 
     if (p->asks >= TD_NCCL_ASKS_MAX || m->count == 0 || m->count > TD_NCCL_PARTS_MAX ||
         len != m->count * sizeof(message_part_t) || op_find(p, true, m->op) != NULL) {
-        return; /* the asker's deadline ends it */
+        return NULL;
     }
     op = op_new(p, true, m->op, m->count);
-    if (op == NULL) {
-        return;
-    }
-    for (uint32_t i = 0; i < m->count; i++) {
+    for (uint32_t i = 0; op != NULL && i < m->count; i++) {
         message_part_t part;
         memcpy(&part, parts + i * sizeof(part), sizeof(part));
-        if (!part_fits(n, &part) || part.bytes > n->config.slot_bytes - bytes) {
+        if (!part_fits(n, &part) || part.bytes > n->config.slot_bytes - op->bytes) {
             td_free(op);
-            return;
+            return NULL;
         }
-        bytes += part.bytes;
+        op->bytes += part.bytes;
         op->parts[i] = (td_kv_part_t){.epoch = part.epoch,
                                       .host = n->config.memory +
                                               part.block * n->config.block_bytes + part.offset,
@@ -622,7 +615,18 @@ static void on_ask(td_nccl_t *n, peer_t *p, const message_t *m, const uint8_t *p
                                       .offset = part.offset,
                                       .bytes = part.bytes};
     }
-    op->bytes = bytes;
+    return op;
+}
+
+static void on_ask(td_nccl_t *n, peer_t *p, const message_t *m, const uint8_t *parts, size_t len)
+{
+    op_t *op = read_ask(n, p, m, parts, len);
+
+    if (op == NULL) {
+        const op_t refused = {.id = m->op};
+        (void)send_plain(n, p, MSG_REFUSE, &refused, 0, TD_ERR_BUSY);
+        return;
+    }
     op->limit_ns = n->config.deadline_ms * TD_NS_PER_MS;
     TAILQ_INSERT_TAIL(&p->ops, op, link);
     p->asks++;
@@ -769,7 +773,7 @@ static void posted_ends(td_nccl_t *n, peer_t *p, op_t *op)
         received(n, op);
         return;
     }
-    metric_add(n->sent_bytes, op->bytes);
+    metric_add(n->config.metrics.sent_bytes, op->bytes);
     TAILQ_REMOVE(&p->ops, op, link);
     op_free(n, op);
 }
@@ -880,7 +884,7 @@ static void drive_peer(td_nccl_t *n, peer_t *p, uint64_t now)
     }
     if (p->state == PEER_OPENING && status == TD_OK) {
         p->state = PEER_READY;
-        metric_add(n->opened, 1);
+        metric_add(n->config.metrics.opened, 1);
         count_links(n);
         TD_LOG_INFO("nccl link ready", "peer=%016" PRIx64 " rank=%u", p->incarnation, p->rank);
     } else if (p->state == PEER_OPENING && now > p->deadline_ns) {
@@ -1012,14 +1016,28 @@ void td_nccl_receive(td_nccl_t *n, const void *message, size_t len)
 
 /* --- start and end ---------------------------------------------------------------------------- */
 
-static td_metric_t *declare(const td_nccl_config_t *c, const char *suffix, bool gauge,
-                            const char *help)
+static td_metric_t *declare(td_metrics_t *metrics, const char *prefix, const char *suffix,
+                            bool gauge, const char *help)
 {
     char name[128];
 
-    (void)snprintf(name, sizeof(name), "%s%s", c->name_prefix, suffix);
-    return gauge ? td_metrics_gauge(c->metrics, name, NULL, help)
-                 : td_metrics_counter(c->metrics, name, NULL, help);
+    (void)snprintf(name, sizeof(name), "%s%s", prefix, suffix);
+    return gauge ? td_metrics_gauge(metrics, name, NULL, help)
+                 : td_metrics_counter(metrics, name, NULL, help);
+}
+
+void td_nccl_declare(td_metrics_t *metrics, const char *prefix, td_nccl_metrics_t *out)
+{
+    out->links = declare(metrics, prefix, "_nccl_links", true,
+                         "peers with an NCCL communicator that is open");
+    out->opened = declare(metrics, prefix, "_nccl_opened_total", false,
+                          "NCCL communicators that were opened");
+    out->aborted = declare(metrics, prefix, "_nccl_aborted_total", false,
+                           "NCCL communicators that were aborted, for whatever reason");
+    out->quarantined = declare(metrics, prefix, "_nccl_quarantined", true,
+                               "pieces of staging memory that wait for an abort to end");
+    out->sent_bytes =
+        declare(metrics, prefix, "_nccl_sent_bytes_total", false, "KV bytes sent by NCCL");
 }
 
 td_status_t td_nccl_create(const td_nccl_config_t *config, td_nccl_t **out)
@@ -1041,14 +1059,6 @@ td_status_t td_nccl_create(const td_nccl_config_t *config, td_nccl_t **out)
     TAILQ_INIT(&n->peers);
     TAILQ_INIT(&n->landing);
     TAILQ_INIT(&n->draining);
-    if (c->metrics != NULL) {
-        n->links = declare(c, "_nccl_links", true, "peers with an NCCL communicator that works");
-        n->opened = declare(c, "_nccl_opened_total", false, "NCCL communicators that came up");
-        n->aborted = declare(c, "_nccl_aborted_total", false, "NCCL communicators given up");
-        n->quarantined = declare(c, "_nccl_quarantined", true,
-                                 "pieces of staging memory that wait for an abort to end");
-        n->sent_bytes = declare(c, "_nccl_sent_bytes_total", false, "KV bytes sent by NCCL");
-    }
     status = n->device->ops->start(n->device, 2 * TD_NCCL_SLOTS, c->slot_bytes, TD_NCCL_PARTS_MAX);
     if (status != TD_OK) {
         td_free(n);

@@ -22,18 +22,28 @@
 
 typedef struct td_nccl td_nccl_t;
 
+typedef struct td_nccl_metrics { /* NULL: not counted */
+    td_metric_t *links;
+    td_metric_t *opened;
+    td_metric_t *aborted;
+    td_metric_t *quarantined;
+    td_metric_t *sent_bytes;
+} td_nccl_metrics_t;
+
+/** Declares the series, also for a process without a device: they are zero there. */
+void td_nccl_declare(td_metrics_t *metrics, const char *name_prefix, td_nccl_metrics_t *out);
+
 /** What the carrier needs of its transfer. */
 typedef struct td_nccl_config {
-    td_kv_device_t *device;   /* borrowed */
-    size_t slot_bytes;        /* 0 = TD_NCCL_SLOT_BYTES */
-    uint32_t deadline_ms;     /* of a chunk without a sign of life; 0 = TD_NCCL_DEADLINE_MS */
-    uint32_t retry_ms;        /* 0 = TD_NCCL_RETRY_MS */
-    uint32_t open_ms;         /* 0 = TD_NCCL_OPEN_MS */
-    uint8_t *memory;          /* the pool's */
+    td_kv_device_t *device; /* borrowed */
+    size_t slot_bytes;      /* 0 = TD_NCCL_SLOT_BYTES */
+    uint32_t deadline_ms;   /* of a chunk without a sign of life; 0 = TD_NCCL_DEADLINE_MS */
+    uint32_t retry_ms;      /* 0 = TD_NCCL_RETRY_MS */
+    uint32_t open_ms;       /* 0 = TD_NCCL_OPEN_MS */
+    uint8_t *memory;        /* the pool's */
     size_t block_bytes;
     uint32_t block_count;
-    td_metrics_t *metrics;    /* NULL = none */
-    const char *name_prefix;
+    td_nccl_metrics_t metrics;
     /** Sends a message, which is copied, to a peer's td_nccl_receive(). False: it cannot be. */
     bool (*send)(void *ctx, uint64_t peer, const void *message, size_t len);
     /** As of now: our incarnation. */

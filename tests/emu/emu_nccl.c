@@ -3,10 +3,11 @@
  *
  * A post is work on an emulated stream, done when somebody looks at the stream. It is there only
  * once ncclCommGetAsyncError() says so, as in a communicator that does not block: who records an
- * event before does not wait for it. As on a device: it is over when the other end has taken part; what an aborted communicator had posted ends only when
- * the stream is looked at again, and writes into the memory of a receive until then. A receive that
- * meets a send of another size ends the process: both must post the same things in one order.
- * Threads: any; one at a time of one communicator. */
+ * event before does not wait for it. As on a device: it is over when the other end has taken part;
+ * what an aborted communicator had posted ends only when the stream is looked at again, and writes
+ * into the memory of a receive until then. A receive that meets a send of another size ends the
+ * process: both must post the same things in one order. Threads: any; one at a time of one
+ * communicator. */
 #include "common/model/cuda/td_cuda_nccl.h"
 
 #ifdef TD_CUDA_HAS_NCCL
@@ -38,11 +39,11 @@ struct ncclComm {
     int fd;       /* -1: not connected */
     struct sockaddr_un address;
     socklen_t address_len;
-    bool hangs;                /* it does not come up */
-    atomic_int error;          /* ncclInProgress, ncclSuccess, or what has failed */
-    atomic_bool aborted;       /* release by abort, acquire by posts */
-    atomic_uint references;    /* of its owner and of posts */
-    struct post *waiting;      /* posted, and not with the stream before it was asked for twice */
+    bool hangs;             /* it does not come up */
+    atomic_int error;       /* ncclInProgress, ncclSuccess, or what has failed */
+    atomic_bool aborted;    /* release by abort, acquire by posts */
+    atomic_uint references; /* of its owner and of posts */
+    struct post *waiting;   /* posted, and not with the stream before it was asked for twice */
     cudaStream_t waiting_for;
     uint32_t asked;
 };
@@ -108,9 +109,9 @@ uint64_t emu_nccl_sent(void)
 /* The environment's fault, before the first occasion. */
 static void read_environment(void)
 {
-    static const char *const names[EMU_NCCL_FAULTS] = {
-        "",           "init_hangs", "init_fails",  "send_hangs",
-        "send_breaks", "recv_hangs", "post_fails", "abort_lags"};
+    static const char *const names[EMU_NCCL_FAULTS] = {"",           "init_hangs",  "init_fails",
+                                                       "send_hangs", "send_breaks", "recv_hangs",
+                                                       "post_fails", "abort_lags"};
     const char *text = getenv("EMU_NCCL_FAULT");
     const char *colon = text == NULL ? NULL : strchr(text, ':');
 
@@ -136,7 +137,8 @@ static bool goes_wrong(emu_nccl_fault_t fault)
     return now;
 }
 
-/* --- communicators ----------------------------------------------------------------------------- */
+/* --- communicators -----------------------------------------------------------------------------
+ */
 
 static ncclResult_t get_version(int *version)
 {
@@ -225,7 +227,8 @@ static void connect_more(struct ncclComm *comm)
         }
     } else {
         fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-        if (fd >= 0 && connect(fd, (const struct sockaddr *)&comm->address, comm->address_len) != 0) {
+        if (fd >= 0 &&
+            connect(fd, (const struct sockaddr *)&comm->address, comm->address_len) != 0) {
             (void)close(fd);
             fd = -1; /* the other one is not there yet */
         }
@@ -291,7 +294,8 @@ static ncclResult_t comm_abort(ncclComm_t comm)
     return ncclSuccess;
 }
 
-/* --- posts -------------------------------------------------------------------------------------- */
+/* --- posts --------------------------------------------------------------------------------------
+ */
 
 /* The other end is gone: nothing ends any more before an abort. */
 static bool breaks(post_t *p)
@@ -306,7 +310,8 @@ static ssize_t move_bytes(const post_t *p, void *bytes, size_t count)
                    : recv(p->comm->fd, bytes, count, MSG_DONTWAIT);
 }
 
-/* What both say before the bytes: how many they are. 8 bytes are in a socket whole or not at all. */
+/* What both say before the bytes: how many they are. 8 bytes are in a socket whole or not at all.
+ */
 static bool greet(post_t *p)
 {
     uint64_t count = p->count;

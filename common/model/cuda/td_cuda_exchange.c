@@ -15,8 +15,9 @@
 #include "common/model/cuda/td_cuda_nccl.h"
 
 #define LINKS_MAX 64u
-#define LINK_CTAS_MAX 4 /* multiprocessors that a link's kernels may take, of those that passes use */
-#define ALIGN 16u       /* of what the kernel copies */
+#define LINK_CTAS_MAX                                                                              \
+    4             /* multiprocessors that a link's kernels may take, of those that passes use */
+#define ALIGN 16u /* of what the kernel copies */
 #define LINK_NAP_NS 1000000
 #define SLOTS_MAX 64u
 
@@ -64,7 +65,8 @@ static td_cuda_exchange_t *kv_of(td_kv_device_t *device)
     return (td_cuda_exchange_t *)device;
 }
 
-/* --- gathering and scattering ------------------------------------------------------------------ */
+/* --- gathering and scattering ------------------------------------------------------------------
+ */
 
 static bool is_aligned(const td_cuda_exchange_t *kv, const td_kv_part_t *part, size_t at)
 {
@@ -87,8 +89,8 @@ static uint32_t count_run(const td_cuda_exchange_t *kv, const slot_t *s, uint32_
 }
 
 /* Between the slot and the device's copies of blocks. */
-static td_status_t move_run(const td_cuda_exchange_t *kv, const slot_t *s, uint32_t begin, uint32_t count,
-                            size_t at, bool to_pool, cudaStream_t stream)
+static td_status_t move_run(const td_cuda_exchange_t *kv, const slot_t *s, uint32_t begin,
+                            uint32_t count, size_t at, bool to_pool, cudaStream_t stream)
 {
     const td_cuda_move_t p = {.pool = kv->pool,
                               .block_bytes = kv->block_bytes,
@@ -113,7 +115,8 @@ static td_status_t move_odd(const td_cuda_exchange_t *kv, const slot_t *s, uint3
                          "cudaMemcpyAsync");
 }
 
-static td_status_t move_places(const td_cuda_exchange_t *kv, slot_t *s, bool to_pool, cudaStream_t stream)
+static td_status_t move_places(const td_cuda_exchange_t *kv, slot_t *s, bool to_pool,
+                               cudaStream_t stream)
 {
     size_t at = 0;
 
@@ -241,10 +244,11 @@ static td_status_t kv_scatter(td_kv_device_t *device, uint32_t slot, const td_kv
     return begin(kv, s, SLOT_SCATTERS, kv->scattering);
 }
 
-/* --- links ------------------------------------------------------------------------------------- */
+/* --- links -------------------------------------------------------------------------------------
+ */
 
-/* A communicator and the thread that makes and ends it: those calls may wait for whatever they like,
- * all others return at once. */
+/* A communicator and the thread that makes and ends it: those calls may wait for whatever they
+ * like, all others return at once. */
 struct td_kv_link {
     td_cuda_exchange_t *kv;
     ncclUniqueId id;
@@ -285,8 +289,7 @@ static ncclResult_t link_make(td_kv_link_t *l)
         return ncclUnhandledCudaError;
     }
     result = l->kv->nccl->init_rank_config(&l->comm, 2, l->id, l->rank, &config);
-    while (result == ncclInProgress &&
-           !atomic_load_explicit(&l->closing, memory_order_acquire)) {
+    while (result == ncclInProgress && !atomic_load_explicit(&l->closing, memory_order_acquire)) {
         (void)nanosleep(&nap, NULL);
         result = async_error(l);
     }
@@ -513,8 +516,8 @@ static td_status_t slot_take(slot_t *s, size_t bytes, uint32_t parts)
     s->bytes = address;
     TD_TRY(td_cuda_check(cudaMalloc(&address, parts * sizeof(uint32_t)), "cudaMalloc"));
     s->device_places = address;
-    TD_TRY(td_cuda_check(
-        cudaHostAlloc(&address, parts * sizeof(uint32_t), cudaHostAllocDefault), "cudaHostAlloc"));
+    TD_TRY(td_cuda_check(cudaHostAlloc(&address, parts * sizeof(uint32_t), cudaHostAllocDefault),
+                         "cudaHostAlloc"));
     s->places = address;
     return td_cuda_check(cudaEventCreateWithFlags(&s->done, cudaEventDisableTiming),
                          "cudaEventCreate");
@@ -538,8 +541,8 @@ static td_status_t name_device(td_cuda_exchange_t *kv)
     if (kv->nccl->get_version(&version) != ncclSuccess) {
         return TD_ERR_IO;
     }
-    TD_TRY(td_cuda_check(cudaDeviceGetPCIBusId(bus, sizeof(bus), kv->index),
-                         "cudaDeviceGetPCIBusId"));
+    TD_TRY(
+        td_cuda_check(cudaDeviceGetPCIBusId(bus, sizeof(bus), kv->index), "cudaDeviceGetPCIBusId"));
     (void)snprintf(kv->name, sizeof(kv->name), "nccl %d %s/%s", version, boot, bus);
     return TD_OK;
 }
@@ -635,7 +638,7 @@ static const td_kv_device_ops_t ops = {
 };
 
 td_status_t td_cuda_exchange_create(int index, uint8_t *pool, size_t block_bytes,
-                              td_cuda_mirror_t *mirror, td_cuda_exchange_t **out)
+                                    td_cuda_mirror_t *mirror, td_cuda_exchange_t **out)
 {
     td_cuda_exchange_t *kv = td_calloc(1, sizeof(*kv));
 
@@ -662,7 +665,7 @@ void td_cuda_exchange_destroy(td_cuda_exchange_t *kv)
 #else /* built without NCCL's header */
 
 td_status_t td_cuda_exchange_create(int index, uint8_t *pool, size_t block_bytes,
-                              td_cuda_mirror_t *mirror, td_cuda_exchange_t **out)
+                                    td_cuda_mirror_t *mirror, td_cuda_exchange_t **out)
 {
     (void)index;
     (void)pool;

@@ -45,6 +45,7 @@ typedef struct rig {
 static pthread_mutex_t done_mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t done_cond = PTHREAD_COND_INITIALIZER;
 static uint32_t done_count;
+static uint32_t limit_ms = 5000; /* of a fetch */
 
 static void on_complete(td_fetch_t *fetch)
 {
@@ -65,7 +66,8 @@ static void wait_done(uint32_t count)
     (void)pthread_mutex_unlock(&done_mutex);
 }
 
-/* --- ends -------------------------------------------------------------------------------------- */
+/* --- ends --------------------------------------------------------------------------------------
+ */
 
 static void end_open(end_t *e, uint32_t number, size_t block_bytes)
 {
@@ -85,20 +87,20 @@ static void end_open(end_t *e, uint32_t number, size_t block_bytes)
     assert_int_equal(td_metrics_create(&e->metrics), TD_OK);
     assert_int_equal(td_cuda_mirror_create(BLOCKS, BLOCKS, &e->mirror), TD_OK);
     assert_int_equal(cudaMalloc((void **)&e->copies, BLOCKS * block_bytes), cudaSuccess);
-    assert_int_equal(
-        td_cuda_exchange_create(0, e->copies, block_bytes, e->mirror, &e->exchange), TD_OK);
+    assert_int_equal(td_cuda_exchange_create(0, e->copies, block_bytes, e->mirror, &e->exchange),
+                     TD_OK);
     config.metrics = e->metrics;
     config.device = td_cuda_exchange_device(e->exchange);
     assert_int_equal(td_transfer_create(&config, &e->transfer), TD_OK);
-    assert_int_equal(
-        td_pool_create(td_transfer_memory(e->transfer), BLOCKS, block_bytes, &e->pool), TD_OK);
+    assert_int_equal(td_pool_create(td_transfer_memory(e->transfer), BLOCKS, block_bytes, &e->pool),
+                     TD_OK);
     td_transfer_set_pool(e->transfer, e->pool);
     for (size_t i = 0; i < BLOCKS * block_bytes; i++) {
         td_pool_base(e->pool)[i] = (uint8_t)(i * 31 + i / 251 * (number + 1) + number);
     }
-    assert_int_equal(cudaHostRegister(td_pool_base(e->pool), BLOCKS * block_bytes,
-                                      cudaHostRegisterMapped),
-                     cudaSuccess);
+    assert_int_equal(
+        cudaHostRegister(td_pool_base(e->pool), BLOCKS * block_bytes, cudaHostRegisterMapped),
+        cudaSuccess);
 }
 
 static void end_meets(end_t *e, const end_t *other, size_t block_bytes)
@@ -169,7 +171,8 @@ static uint64_t metric(const end_t *e, const char *name)
     return value;
 }
 
-/* --- fetches ------------------------------------------------------------------------------------ */
+/* --- fetches ------------------------------------------------------------------------------------
+ */
 
 typedef struct job {
     td_fetch_t fetch;
@@ -185,7 +188,7 @@ static void job_start(rig_t *r, job_t *job, uint32_t reader, uint32_t owner, uin
     const size_t layer = r->block_bytes / LAYERS;
 
     job->fetch = (td_fetch_t){.peer = from->incarnation,
-                              .deadline_ns = td_now_ns() + 5 * TD_NS_PER_S,
+                              .deadline_ns = td_now_ns() + limit_ms * TD_NS_PER_MS,
                               .complete = on_complete,
                               .pieces = job->pieces,
                               .piece_count = BLOCKS};
@@ -265,7 +268,8 @@ static void wait_metric(const end_t *e, const char *name, uint64_t wanted)
     }
 }
 
-/* --- tests ---------------------------------------------------------------------------------------- */
+/* --- tests
+ * ---------------------------------------------------------------------------------------- */
 
 static void test_whole_blocks(void **state)
 {
@@ -310,8 +314,8 @@ static void test_layers_become_whole_copies(void **state)
     wait_linked(&r, 1, 0);
     clear(&r, 1);
     for (uint32_t layer = 0; layer < LAYERS; layer += 2) {
-        assert_false(td_cuda_mirror_pin(r.ends[1].mirror, 3, td_pool_epoch(r.ends[1].pool, 3),
-                                        &place));
+        assert_false(
+            td_cuda_mirror_pin(r.ends[1].mirror, 3, td_pool_epoch(r.ends[1].pool, 3), &place));
         job_start(&r, &job, 1, 0, layer, layer + 2);
         wait_done(1);
         assert_int_equal(job.fetch.status, TD_OK);
@@ -345,12 +349,12 @@ static void test_copies_of_the_device_are_sent(void **state)
     owner = &r.ends[0];
     /* Other bytes than the host's, to see which are sent. */
     td_cuda_mirror_begin(owner->mirror);
-    assert_int_equal(td_cuda_mirror_take(owner->mirror, 5, td_pool_epoch(owner->pool, 5), &place,
-                                         &valid),
-                     TD_OK);
-    assert_int_equal(cudaMemsetAsync(owner->copies + (size_t)place * BLOCK_BYTES, 0x5a, BLOCK_BYTES,
-                                     NULL),
-                     cudaSuccess);
+    assert_int_equal(
+        td_cuda_mirror_take(owner->mirror, 5, td_pool_epoch(owner->pool, 5), &place, &valid),
+        TD_OK);
+    assert_int_equal(
+        cudaMemsetAsync(owner->copies + (size_t)place * BLOCK_BYTES, 0x5a, BLOCK_BYTES, NULL),
+        cudaSuccess);
     assert_int_equal(cudaStreamSynchronize(NULL), cudaSuccess);
     td_cuda_mirror_validate(owner->mirror, 5, true);
     for (uint32_t turn = 0; turn < 2; turn++) {
@@ -430,7 +434,8 @@ static void test_several_peers_in_both_directions(void **state)
     rig_close(&r);
 }
 
-/* --- failures ----------------------------------------------------------------------------------- */
+/* --- failures -----------------------------------------------------------------------------------
+ */
 
 static const struct {
     emu_nccl_fault_t fault;
@@ -481,8 +486,8 @@ static void test_staging_is_quarantined_until_the_abort_ends(void **state)
     /* One of the two ends lags; it takes no part in another link meanwhile. */
     for (uint32_t i = 0; i < 5; i++) {
         assert_int_equal(fetch_all(&r, 1, 0), TD_CARRIER_TCP);
-        assert_true(metric(&r.ends[0], "nccl_quarantined") +
-                        metric(&r.ends[1], "nccl_quarantined") > 0);
+        assert_true(
+            metric(&r.ends[0], "nccl_quarantined") + metric(&r.ends[1], "nccl_quarantined") > 0);
     }
     emu_nccl_abort_goes_on();
     wait_linked(&r, 1, 0);
@@ -556,18 +561,34 @@ static void test_one_device_is_not_linked_to_itself(void **state)
     rig_close(&r);
 }
 
-/* Every call of the runtime and of NCCL fails in turn; blocks come all the same. */
-static void test_every_call_fails_in_turn(void **state)
+/* Every call of the runtime and of NCCL, and every allocation, fails in turn: blocks come all the
+ * same, or memory is what is said to be missing; and nothing is left. */
+static void test_every_call_and_allocation_fails_in_turn(void **state)
 {
     (void)state;
-    for (uint32_t nth = 1; nth <= 40; nth++) {
+    for (uint32_t nth = 1; nth <= 60; nth++) {
+        const bool memory = nth % 2 == 0;
         rig_t r;
         rig_open(&r, 2, BLOCK_BYTES);
         wait_linked(&r, 1, 0);
-        (void)emu_fail_at(nth);
+        if (memory) {
+            job_t job;
+            limit_ms = 400;
+            job_start(&r, &job, 1, 0, 0, LAYERS); /* what it allocates itself is here */
+            limit_ms = 5000;
+            td_alloc_fail_at(nth / 2);
+            wait_done(1);
+            td_alloc_fail_at(0);
+            /* By tcp, an owner without memory says nothing. */
+            assert_true(job.fetch.status == TD_OK || job.fetch.status == TD_ERR_NO_MEMORY ||
+                        job.fetch.status == TD_ERR_TIMEOUT);
+        } else {
+            (void)emu_fail_at((nth + 1) / 2);
+            (void)fetch_all(&r, 1, 0);
+            (void)fetch_all(&r, 0, 1);
+            (void)emu_fail_at(0);
+        }
         (void)fetch_all(&r, 1, 0);
-        (void)fetch_all(&r, 0, 1);
-        (void)emu_fail_at(0);
         rig_close(&r);
     }
 }
@@ -586,7 +607,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_a_cancelled_fetch_writes_nothing_more),
         cmocka_unit_test(test_a_peer_that_ends_takes_nobody_along),
         cmocka_unit_test(test_one_device_is_not_linked_to_itself),
-        cmocka_unit_test(test_every_call_fails_in_turn),
+        cmocka_unit_test(test_every_call_and_allocation_fails_in_turn),
     };
     if (argc > 1) {
         cmocka_set_test_filter(argv[1]);
