@@ -1028,16 +1028,16 @@ static td_metric_t *declare(td_metrics_t *metrics, const char *prefix, const cha
 
 void td_nccl_declare(td_metrics_t *metrics, const char *prefix, td_nccl_metrics_t *out)
 {
-    out->links = declare(metrics, prefix, "_nccl_links", true,
-                         "peers with an NCCL communicator that is open");
+    out->links =
+        declare(metrics, prefix, "_nccl_links", true, "peers with an open communicator of NCCL");
     out->opened = declare(metrics, prefix, "_nccl_opened_total", false,
-                          "NCCL communicators that were opened");
+                          "communicators of NCCL that were opened");
     out->aborted = declare(metrics, prefix, "_nccl_aborted_total", false,
-                           "NCCL communicators that were aborted, for whatever reason");
+                           "communicators of NCCL that were given up, for whatever reason");
     out->quarantined = declare(metrics, prefix, "_nccl_quarantined", true,
                                "pieces of staging memory that wait for an abort to end");
     out->sent_bytes =
-        declare(metrics, prefix, "_nccl_sent_bytes_total", false, "KV bytes sent by NCCL");
+        declare(metrics, prefix, "_nccl_sent_bytes_total", false, "bytes of KV sent by NCCL");
 }
 
 td_status_t td_nccl_create(const td_nccl_config_t *config, td_nccl_t **out)

@@ -5,6 +5,7 @@ middle of it takes nobody along.
 The model is the first two layers of the reference's: an emulated pass of all of them takes seconds.
 """
 import atexit
+import json
 import os
 import shutil
 import signal
@@ -141,6 +142,18 @@ def fall(options, role, step, action):
 def is_stopped(c, process_id):
     with open(f"/proc/{c.pids()[process_id]}/stat", encoding="utf-8") as file:
         return file.read().rsplit(")", 1)[1].split()[0] == "T"
+
+
+@test
+def test_the_program_that_devices_are_checked_with(options):
+    program = os.path.join(options.bin, "emu", "gpu_nccl")
+    if not os.path.exists(program):
+        raise Skip("not built (thread sanitizer, no clang++ or no CUDA headers)")
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout)["linked"], done
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120,
+                          env={**os.environ, "EMU_NCCL_FAULT": "init_fails:1"})
+    assert done.returncode == 5 and not json.loads(done.stdout)["linked"], done
 
 
 @test

@@ -74,6 +74,11 @@ $(EMU_NODES): $(BIN)/emu/tandem-%: $(B)/%_node/main.o $(EMU_NODE_OBJ) $(B)/lib%_
         $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(TIER_LIBS) -o $@
+# What a machine with devices runs, here to see that it does.
+TEST_PROGRAMS += $(BIN)/emu/gpu_nccl
+$(BIN)/emu/gpu_nccl: $(B)/tests/gpu/gpu_nccl_main.o $(EMU_NODE_OBJ) $(B)/libtandem.a
+	@mkdir -p $(@D); echo "  LD      $@"
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) -o $@
 # ThreadSanitizer finds what the orders of threads do not show. At -O0: optimised code hides races. Not
 # compiled for it are our own files in C, which run one after the other.
 ifeq ($(SAN),)
@@ -100,15 +105,19 @@ $(CUDA_TEST_BIN): $(BIN)/tests/%:
 endif
 
 # On a machine with a device: the same tests linked with the CUDA runtime.
-GPU_TEST_BIN := $(CUDA_TEST_SRC:tests/%.c=build/gpu/tests/%)
+# Two ends in one process are two ranks on one device, which NCCL refuses: gpu_nccl does what can be done.
+GPU_TEST_BIN := $(filter-out %/test_cuda_nccl,$(CUDA_TEST_SRC:tests/%.c=build/gpu/tests/%))
 $(GPU_TEST_BIN): build/gpu/tests/%: $(B)/tests/%.o $(CUDA_OBJ) $(CUDA_DEVICE_OBJ) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CMOCKA_LIBS) $(CUDA_LIBS) -o $@
 build/gpu/gpu_copy: $(B)/tests/gpu/gpu_copy_main.o $(CUDA_OBJ) $(CUDA_DEVICE_OBJ) $(B)/libtandem.a
 	@mkdir -p $(@D); echo "  LD      $@"
 	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CUDA_LIBS) -o $@
+build/gpu/gpu_nccl: $(B)/tests/gpu/gpu_nccl_main.o $(CUDA_OBJ) $(CUDA_DEVICE_OBJ) $(B)/libtandem.a
+	@mkdir -p $(@D); echo "  LD      $@"
+	@$(CC) $(LDFLAGS_ALL) $^ $(LIBS_ALL) $(CUDA_LIBS) -o $@
 .PHONY: gpu-programs
-gpu-programs: $(GPU_TEST_BIN) build/gpu/gpu_copy
+gpu-programs: $(GPU_TEST_BIN) build/gpu/gpu_copy build/gpu/gpu_nccl
 # One command each on a machine with a device; elsewhere they say what they skip, and why.
 .PHONY: check-gpu bench-gpu
 GPU_READY = $(if $(filter 0,$(CUDA)),,gpu-programs)
