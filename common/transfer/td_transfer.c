@@ -926,6 +926,9 @@ static td_status_t drive_nccl(td_transfer_t *t, td_fetch_t *fetch)
     metric_add(t->failures[TD_CARRIER_NCCL], 1);
     fetch->carrier = TD_CARRIER_NONE;
     fetch->nccl.tried = true;
+    if (fetch->silence_ns > 0) { /* nothing was asked of the other carrier yet */
+        fetch->deadline_ns = TD_MAX(fetch->deadline_ns, td_now_ns() + fetch->silence_ns);
+    }
     fetch->next_piece = 0;
     fetch->next_offset = 0;
     fetch->bytes = 0;

@@ -526,8 +526,8 @@ static td_status_t slot_take(slot_t *s, size_t bytes, uint32_t parts)
 /* Which device it is among all that may meet: the host's boot and the bus. */
 static td_status_t name_device(td_cuda_exchange_t *kv)
 {
-    char bus[32] = "";
-    char boot[64] = "";
+    char bus[24] = "";
+    char boot[48] = "";
     int version = 0;
     FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
 
