@@ -114,8 +114,9 @@ struct td_fetch {
     /* set by the caller */
     uint64_t peer;        /* incarnation */
     uint64_t deadline_ns; /* absolute */
-    /* tcp; not 0: each answer of the peer to this fetch, or to one that was asked before it, moves
-     * the deadline to so long after it at least. A slow link is no dead peer. */
+    /* tcp, and alike each chunk of nccl; not 0: each answer of the peer to this fetch, or to one
+     * that was asked before it, moves the deadline to so long after it at least. A slow link is no
+     * dead peer. */
     uint64_t silence_ns;
     td_fetch_fn complete; /* on the transfer's thread */
     void *ctx;

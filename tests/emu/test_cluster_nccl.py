@@ -21,6 +21,7 @@ from one_process import MODEL, ask, one_process, reference_prompts
 
 STEPS = 4
 LAYERS = 2
+NO_NCCL, REFUSED = 4, 5  # of gpu_nccl
 TOKENS = 120  # of a prompt: several blocks
 folder = tempfile.mkdtemp(prefix="tandem-nccl-")
 atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -28,6 +29,11 @@ atexit.register(shutil.rmtree, folder, ignore_errors=True)
 READER_FALLS = (("nccl_ask", "stop"), ("nccl_receive", "kill"), ("nccl_receive", "stop"),
                 ("nccl_landed", "kill"))
 OWNER_FALLS = (("nccl_gathered", "stop"), ("nccl_send", "kill"), ("nccl_send", "stop"))
+
+
+def run(program, **environment):
+    return subprocess.run([program], capture_output=True, text=True, check=False, timeout=120,
+                          env={**os.environ, **environment})
 
 
 def model(options):
@@ -49,6 +55,9 @@ def expected(options):
 def device_cluster(options, **more):
     if os.environ.get("TANDEM_GPU"):
         raise Skip("NCCL links two devices")
+    program = os.path.join(options.bin, "emu", "gpu_nccl")
+    if os.path.exists(program) and run(program).returncode == NO_NCCL:
+        raise Skip("built without nccl.h")
     place = tempfile.mkdtemp(dir=folder)
     environment = {"UCX_TLS": "tcp", **more.pop("env", {})}
     return Cluster(programs(options, place), kvstore=0, http_timeout_s=120, model=model(options),
@@ -149,11 +158,12 @@ def test_the_program_that_devices_are_checked_with(options):
     program = os.path.join(options.bin, "emu", "gpu_nccl")
     if not os.path.exists(program):
         raise Skip("not built (thread sanitizer, no clang++ or no CUDA headers)")
-    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
+    done = run(program)
+    if done.returncode == NO_NCCL:
+        raise Skip("built without nccl.h")
     assert done.returncode == 0 and json.loads(done.stdout)["linked"], done
-    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120,
-                          env={**os.environ, "EMU_NCCL_FAULT": "init_fails:1"})
-    assert done.returncode == 5 and not json.loads(done.stdout)["linked"], done
+    done = run(program, EMU_NCCL_FAULT="init_fails:1")
+    assert done.returncode == REFUSED and not json.loads(done.stdout)["linked"], done
 
 
 @test

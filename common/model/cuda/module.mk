@@ -15,6 +15,11 @@ CUDA_KERNELS := $(wildcard common/model/cuda/*.cu)
 CUDA_TEXTS := $(wildcard common/model/cuda/*.h common/model/cuda/*.cuh) common/base/td_float.h
 $(CUDA_OBJ) $(B)/tests/unit/cuda/%.o $(B)/tests/emu/%.o $(B)/tests/gpu/%.o: PKG_CFLAGS += $(addprefix -isystem ,$(CUDA_INC))
 
+# Where nccl.h is beside CUDA's headers or the system's; its library is looked for when a node starts.
+ifeq ($(NCCL),0)
+$(CUDA_OBJ) $(B)/tests/unit/cuda/%.o $(B)/tests/emu/%.o $(B)/tests/gpu/%.o: DEFS += -DTD_CUDA_NO_NCCL
+endif
+
 # One code for each generation, and PTX of the newest for those that come. I1: no contraction.
 CUDA_ARCHS ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
               -gencode arch=compute_100,code=[sm_100,compute_100]

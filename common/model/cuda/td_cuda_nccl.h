@@ -3,8 +3,8 @@
  * header it knows of none. Threads: init. */
 #pragma once
 
-#if defined(__has_include)
-#if __has_include(<nccl.h>)
+#if defined(__has_include) && !defined(TD_CUDA_NO_NCCL)
+#if __has_include(<nccl.h>) && __has_include(<cuda_fp16.h>) && __has_include(<cuda_bf16.h>)
 #define TD_CUDA_HAS_NCCL 1
 #endif
 #endif
