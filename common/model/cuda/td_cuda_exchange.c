@@ -1,6 +1,7 @@
 #include "common/model/cuda/td_cuda_exchange.h"
 
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
@@ -258,6 +259,7 @@ struct td_kv_link {
     pthread_t thread;
     atomic_int status;   /* TD_INPROGRESS until opened; release by the thread, acquire by poll */
     atomic_bool closing; /* release by close, acquire by the thread */
+    sem_t close;         /* posted with it: an open link's thread waits for nothing else */
     atomic_bool ended;   /* release by the thread: it touches nothing any more */
     slot_t *posting;     /* what the device does not know of yet */
 };
@@ -299,7 +301,6 @@ static ncclResult_t link_make(td_kv_link_t *l)
 static void *link_main(void *arg)
 {
     td_kv_link_t *l = arg;
-    const struct timespec nap = {.tv_nsec = LINK_NAP_NS};
     const ncclResult_t result = link_make(l);
 
     if (result != ncclSuccess && result != ncclInProgress) {
@@ -307,8 +308,7 @@ static void *link_main(void *arg)
     }
     atomic_store_explicit(&l->status, result == ncclSuccess ? TD_OK : TD_ERR_IO,
                           memory_order_release);
-    while (!atomic_load_explicit(&l->closing, memory_order_acquire)) {
-        (void)nanosleep(&nap, NULL);
+    while (sem_wait(&l->close) != 0) { /* a signal */
     }
     if (l->comm != NULL) {
         const ncclResult_t aborted = l->kv->nccl->abort(l->comm);
@@ -364,7 +364,7 @@ static td_status_t kv_link_open(td_kv_device_t *device, const uint8_t id[TD_KV_L
     if (status != TD_OK) {
         goto err_free;
     }
-    if (pthread_create(&l->thread, NULL, link_main, l) != 0) {
+    if (sem_init(&l->close, 0, 0) != 0 || pthread_create(&l->thread, NULL, link_main, l) != 0) {
         status = TD_ERR_BUSY;
         goto err_destroy_stream;
     }
@@ -443,6 +443,7 @@ static td_status_t kv_link_post(td_kv_link_t *l, uint32_t slot, size_t bytes, bo
 static void kv_link_close(td_kv_link_t *l)
 {
     atomic_store_explicit(&l->closing, true, memory_order_release);
+    (void)sem_post(&l->close);
 }
 
 static bool kv_link_gone(td_kv_link_t *l)
@@ -456,6 +457,7 @@ static bool kv_link_gone(td_kv_link_t *l)
         return false;
     }
     (void)pthread_join(l->thread, NULL);
+    (void)sem_destroy(&l->close);
     (void)cudaStreamDestroy(l->stream);
     for (uint32_t i = 0; i < kv->slot_count; i++) {
         if (kv->slots[i].owner == l) {
