@@ -227,6 +227,7 @@ static td_msg_peer_t entry_of(const rtr_registry_t *reg, uint32_t slot)
         .endpoint = node->endpoint,
         .region = {.ucx_address = {(const uint8_t *)node->ucx_address.bytes, node->ucx_address.len},
                    .ucx_rkey = {(const uint8_t *)node->ucx_rkey.bytes, node->ucx_rkey.len},
+                   .device = node->device,
                    .base = node->base,
                    .block_count = node->block_count,
                    .block_bytes = node->block_bytes},
@@ -515,6 +516,8 @@ static td_status_t keep_register(rtr_node_t *node, const td_msg_register_t *r)
     node->role = r->self.role;
     node->incarnation = r->self.incarnation;
     node->base = r->self.region.base;
+    (void)snprintf(node->device, sizeof(node->device), "%s",
+                   r->self.region.device != NULL ? r->self.region.device : "");
     node->block_count = r->self.region.block_count;
     node->block_bytes = r->self.region.block_bytes;
     node->store_master = r->self.store_master;

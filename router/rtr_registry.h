@@ -43,6 +43,7 @@ typedef struct rtr_node {
     char http[256];
     td_str_t ucx_address;
     td_str_t ucx_rkey;
+    char device[TD_MSG_DEVICE_CHARS_MAX + 1];
     uint64_t base;
     uint32_t block_count;
     uint32_t block_bytes;

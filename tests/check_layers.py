@@ -73,8 +73,8 @@ def breach(path, bracket, header):
         return (None if any(is_below(path, folder) for folder in CUDA_FOLDERS) else
                 "the CUDA runtime belongs into common/model/cuda")
     if header.startswith("nccl"):
-        return (None if path.startswith(("common/transfer/td_nccl", "common/model/cuda/")) else
-                "NCCL belongs into common/transfer/td_nccl*")
+        return (None if path.startswith("common/model/cuda/td_cuda_nccl") else
+                "NCCL belongs into common/model/cuda/td_cuda_nccl.h")
     if bracket == '"' and header.split("/")[0] in TOP + ("proto",):
         return project_breach(path, header)
     if bracket == '"' and "/" in header:

@@ -732,6 +732,11 @@ void td_model_kv_changed(td_model_t *model, uint32_t block)
     }
 }
 
+td_kv_device_t *td_model_kv_device(td_model_t *model)
+{
+    return model->device == NULL ? NULL : td_cuda_device_ops.kv_device(model->device);
+}
+
 const float *td_model_hidden(const td_model_t *model)
 {
     return model->normed; /* output_head() has put them there, and nothing writes behind it */

@@ -12,6 +12,7 @@
 
 #include "common/base/td_status.h"
 #include "common/kv/td_attention_mask.h"
+#include "common/kv/td_kv_device.h"
 #include "common/kv/td_kv_layout.h"
 #include "common/kv/td_pool.h"
 #include "common/model/td_gguf.h"
@@ -124,6 +125,11 @@ void td_model_use_pool(td_model_t *model, const td_pool_t *pool);
 /** Says that the bytes of a block are no longer those that passes have left there, though its epoch
  * is the same: tokens were copied into it. Not during a pass. */
 void td_model_kv_changed(td_model_t *model, uint32_t block);
+
+/** What transfers may use of the model's device, to send blocks to other devices and to receive
+ * them; NULL: the CPU runs the passes, or the device is alone.
+ * Owner:  the model; of no use once another pool or none is given, so transfers end before. */
+td_kv_device_t *td_model_kv_device(td_model_t *model);
 
 /** Called by the pass's own thread after layers [layer_begin, layer_end) of every row are written
  * to the blocks. Must be short: the pass waits. */

@@ -26,6 +26,8 @@ typedef struct td_model_device_ops {
     void (*changed)(td_model_device_t *device, uint32_t block);
     /** The pool that passes will be given, or NULL: as td_model_use_pool(). */
     void (*use_pool)(td_model_device_t *device, const td_pool_t *pool);
+    /** As td_model_kv_device(). */
+    td_kv_device_t *(*kv_device)(td_model_device_t *device);
     void (*destroy)(td_model_device_t *device);
 } td_model_device_ops_t;
 

@@ -74,11 +74,14 @@ static td_status_t open_pool(td_node_t *n, const td_node_setup_t *setup)
         td_attention_blocks_max(td_node_mask(n), layout->block_tokens, n->info->context_max,
                                 setup->role == TD_ROLE_PREFILL ? setup->rows_max : 1);
     char attention[TD_ATTENTION_TEXT_MAX];
+    const bool nccl = strcmp(td_config_text(n->proc.config, "nccl"), "off") != 0;
     td_transfer_config_t config = {.block_count = (uint32_t)blocks,
                                    .block_bytes = block_bytes,
                                    .incarnation = n->proc.incarnation,
                                    .metrics = n->proc.metrics,
-                                   .name_prefix = setup->metric_prefix};
+                                   .name_prefix = setup->metric_prefix,
+                                   .device_series = true,
+                                   .device = nccl ? td_model_kv_device(n->model) : NULL};
 
     td_attention_mask_name(td_node_mask(n), attention);
     TD_LOG_INFO(
@@ -299,10 +302,11 @@ void td_node_stop(td_node_t *n)
 
     td_worker_destroy(n->worker);
     n->worker = NULL;
+    td_transfer_stop(n->transfer); /* completes every fetch into the ring */
     if (n->model != NULL) {
         td_model_use_pool(n->model, NULL); /* its memory is the transfer's */
     }
-    td_transfer_destroy(n->transfer); /* completes every fetch into the ring */
+    td_transfer_destroy(n->transfer);
     n->transfer = NULL;
     td_verify_destroy(n->verify); /* as well */
     n->verify = NULL;

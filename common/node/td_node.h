@@ -48,6 +48,8 @@
          "cuda: memory of each device for copies of KV blocks, 0 = what is free after loading",      \
          0,                                                                                          \
          1ull << 46},                                                                                \
+        {"nccl", TD_OPTION_CHOICE, "auto", "cuda: blocks from device to device, where both can", 0,  \
+         0,      "auto|off"},                                                                        \
         {"threads", TD_OPTION_COUNT, "0", "compute threads, 0 = all CPUs", 0, TD_NODE_THREADS_MAX},  \
         {"block-tokens", TD_OPTION_COUNT, "16", "tokens of a KV block, a multiple of 16", 16, 1024}, \
         {"kv-codec",                                                                                 \

@@ -17,6 +17,7 @@ void td_peers_describe(const td_transfer_t *transfer, uint32_t block_count, uint
     out->ucx_rkey.at = rkey;
     out->block_count = block_count;
     out->block_bytes = block_bytes;
+    out->device = td_transfer_device_name(transfer);
 }
 
 void td_peers_add(td_transfer_t *transfer, const char *own_id, const td_msg_peer_t *peer)
@@ -28,7 +29,8 @@ void td_peers_add(td_transfer_t *transfer, const char *own_id, const td_msg_peer
                                    .rkey_len = peer->region.ucx_rkey.len,
                                    .base = peer->region.base,
                                    .block_count = peer->region.block_count,
-                                   .block_bytes = peer->region.block_bytes};
+                                   .block_bytes = peer->region.block_bytes,
+                                   .device = peer->region.device};
 
     if (to.address_len > 0 && strcmp(peer->id, own_id) != 0 &&
         td_transfer_peer_add(transfer, &to) != TD_OK) {

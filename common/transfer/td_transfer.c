@@ -16,9 +16,11 @@
 #include "common/base/td_fault.h"
 #include "common/base/td_log.h"
 #include "common/base/td_ring.h"
+#include "common/transfer/td_transfer_nccl.h"
 
 #define AM_ASK 1u
 #define AM_ANSWER 2u
+#define AM_NCCL 3u
 #define COMMANDS_MAX 16384u
 #define ANSWERS_IN_FLIGHT_MAX 16u /* staging buffers */
 #define ANSWERS_OF_PEER_MAX 4u    /* of those: a frozen asker must not hold up the others */
@@ -103,6 +105,11 @@ typedef struct ask_send { /* an ask in flight: UCX needs the memory until it is 
     ask_piece_t pieces[];
 } ask_send_t;
 
+typedef struct note_send { /* a message of the NCCL carrier in flight */
+    struct td_transfer *transfer;
+    uint8_t bytes[];
+} note_send_t;
+
 typedef enum command_kind { CMD_PEER_ADD, CMD_PEER_REMOVE, CMD_FETCH, CMD_CANCEL } command_kind_t;
 
 typedef struct command {
@@ -114,6 +121,7 @@ typedef struct command {
     uint32_t block_bytes;
     size_t address_len;
     size_t rkey_len;
+    char device[TD_KV_DEVICE_NAME_MAX];
     uint8_t bytes[]; /* address, then rkey */
 } command_t;
 
@@ -136,6 +144,7 @@ struct td_transfer {
     atomic_uint_fast64_t incarnation; /* relaxed: a name */
     atomic_uint_fast64_t next_id;     /* relaxed: only uniqueness matters */
     const td_pool_t *pool;            /* borrowed; its epochs are read here */
+    td_nccl_t *nccl;                  /* owned; NULL: no device, or none that can */
 
     /* the thread's own */
     peer_t *peers;
@@ -147,15 +156,17 @@ struct td_transfer {
     staging_t staging[ANSWERS_IN_FLIGHT_MAX];
     uint32_t sends_in_flight;
 
-    td_metric_t *bytes_shm;
-    td_metric_t *bytes_tcp;
+    td_metric_t *bytes[TD_CARRIERS]; /* NULL of NONE, and without metrics */
+    td_metric_t *seconds[TD_CARRIERS];
+    td_metric_t *failures[TD_CARRIERS];
     td_metric_t *answered_bytes;
-    td_metric_t *failures;
+    td_nccl_metrics_t nccl_metrics;
 };
 
 const char *td_carrier_name(td_carrier_t carrier)
 {
-    return carrier == TD_CARRIER_SHM ? "shm" : carrier == TD_CARRIER_TCP ? "tcp" : "none";
+    static const char *const names[TD_CARRIERS] = {"none", "shm", "tcp", "nccl"};
+    return names[carrier];
 }
 
 /* --- start and end --------------------------------------------------------------------------- */
@@ -243,6 +254,8 @@ static ucs_status_t on_ask(void *arg, const void *header, size_t header_len, voi
                            const ucp_am_recv_param_t *param);
 static ucs_status_t on_answer(void *arg, const void *header, size_t header_len, void *data,
                               size_t len, const ucp_am_recv_param_t *param);
+static ucs_status_t on_note(void *arg, const void *header, size_t header_len, void *data,
+                            size_t len, const ucp_am_recv_param_t *param);
 static void *transfer_main(void *arg);
 
 static td_status_t set_handler(td_transfer_t *t, unsigned id, ucp_am_recv_callback_t callback)
@@ -278,13 +291,29 @@ static td_metric_t *declare(const td_transfer_config_t *c, const char *suffix, c
 
 static void declare_metrics(td_transfer_t *t, const td_transfer_config_t *c)
 {
+    static const char *const labels[TD_CARRIERS] = {"carrier=\"none\"", "carrier=\"shm\"",
+                                                    "carrier=\"tcp\"", "carrier=\"nccl\""};
+    char name[128];
+
     if (c->metrics == NULL) {
         return;
     }
-    t->bytes_shm = declare(c, "_transfer_bytes_total", "carrier=\"shm\"", "KV bytes fetched");
-    t->bytes_tcp = declare(c, "_transfer_bytes_total", "carrier=\"tcp\"", "KV bytes fetched");
+    for (uint32_t i = TD_CARRIER_SHM; i < TD_CARRIERS; i++) {
+        t->bytes[i] = declare(c, "_transfer_bytes_total", labels[i], "KV bytes fetched");
+    }
+    for (uint32_t i = TD_CARRIER_SHM; i < TD_CARRIERS; i++) {
+        (void)snprintf(name, sizeof(name), "%s%s", c->name_prefix, "_transfer_seconds_total");
+        t->seconds[i] = td_metrics_seconds(c->metrics, name, labels[i],
+                                           "time that fetches took from asking to the last byte");
+    }
     t->answered_bytes = declare(c, "_transfer_answered_bytes_total", NULL, "KV bytes sent by tcp");
-    t->failures = declare(c, "_transfer_failures_total", NULL, "fetches that did not succeed");
+    for (uint32_t i = 0; i < TD_CARRIERS; i++) {
+        t->failures[i] = declare(c, "_transfer_failures_total", labels[i],
+                                 "fetches that did not succeed by the carrier");
+    }
+    if (c->device_series || c->device != NULL) {
+        td_nccl_declare(c->metrics, c->name_prefix, &t->nccl_metrics);
+    }
 }
 
 static void metric_add(td_metric_t *metric, uint64_t n)
@@ -292,6 +321,45 @@ static void metric_add(td_metric_t *metric, uint64_t n)
     if (metric != NULL) {
         td_metric_add(metric, n);
     }
+}
+
+static bool send_note(void *ctx, uint64_t to, const void *message, size_t len);
+
+static uint64_t own_incarnation(void *ctx)
+{
+    const td_transfer_t *t = ctx;
+    return atomic_load_explicit(&t->incarnation, memory_order_relaxed);
+}
+
+static const td_pool_t *own_pool(void *ctx)
+{
+    const td_transfer_t *t = ctx;
+    return t->pool;
+}
+
+/* Without it the other carriers serve; a line has said why. */
+static td_status_t open_nccl(td_transfer_t *t, const td_transfer_config_t *c)
+{
+    const td_nccl_config_t config = {.device = c->device,
+                                     .slot_bytes = c->nccl_slot_bytes,
+                                     .deadline_ms = c->nccl_deadline_ms,
+                                     .retry_ms = c->nccl_retry_ms,
+                                     .open_ms = c->nccl_open_ms,
+                                     .memory = t->memory,
+                                     .block_bytes = t->block_bytes,
+                                     .block_count = t->block_count,
+                                     .metrics = t->nccl_metrics,
+                                     .send = send_note,
+                                     .incarnation = own_incarnation,
+                                     .pool = own_pool,
+                                     .ctx = t};
+    const td_status_t status = td_nccl_create(&config, &t->nccl);
+
+    if (status != TD_OK) {
+        TD_LOG_WARN("no transfers by nccl", "status=%s", td_status_name(status));
+        return TD_OK;
+    }
+    return set_handler(t, AM_NCCL, on_note);
 }
 
 td_status_t td_transfer_create(const td_transfer_config_t *config, td_transfer_t **out)
@@ -320,6 +388,9 @@ td_status_t td_transfer_create(const td_transfer_config_t *config, td_transfer_t
     if (status == TD_OK) {
         status = set_handler(t, AM_ANSWER, on_answer);
     }
+    if (status == TD_OK && config->device != NULL) {
+        status = open_nccl(t, config);
+    }
     if (status == TD_OK && pthread_create(&t->thread, NULL, transfer_main, t) != 0) {
         status = TD_ERR_IO;
     }
@@ -345,7 +416,7 @@ static void commands_drop(td_transfer_t *t)
     }
 }
 
-void td_transfer_destroy(td_transfer_t *t)
+void td_transfer_stop(td_transfer_t *t)
 {
     if (t == NULL) {
         return;
@@ -354,8 +425,19 @@ void td_transfer_destroy(td_transfer_t *t)
         atomic_store_explicit(&t->stop, true, memory_order_release);
         td_ring_wake(t->commands);
         (void)pthread_join(t->thread, NULL);
+        t->thread_started = false;
     }
     commands_drop(t);
+    td_nccl_destroy(t->nccl);
+    t->nccl = NULL;
+}
+
+void td_transfer_destroy(td_transfer_t *t)
+{
+    if (t == NULL) {
+        return;
+    }
+    td_transfer_stop(t);
     if (t->rkey != NULL) {
         ucp_rkey_buffer_release(t->rkey);
     }
@@ -403,6 +485,11 @@ void td_transfer_address(const td_transfer_t *t, const void **address, size_t *a
     *base = (uint64_t)(uintptr_t)t->memory;
 }
 
+const char *td_transfer_device_name(const td_transfer_t *t)
+{
+    return t->nccl == NULL ? "" : td_nccl_name(t->nccl);
+}
+
 /* --- commands from other threads -------------------------------------------------------------- */
 
 static td_status_t command_push(td_transfer_t *t, command_t *command)
@@ -427,6 +514,7 @@ td_status_t td_transfer_peer_add(td_transfer_t *t, const td_transfer_peer_t *pee
     c->block_bytes = peer->block_bytes;
     c->address_len = peer->address_len;
     c->rkey_len = peer->rkey_len;
+    (void)snprintf(c->device, sizeof(c->device), "%s", peer->device == NULL ? "" : peer->device);
     memcpy(c->bytes, peer->address, peer->address_len);
     if (peer->rkey_len > 0) {
         memcpy(c->bytes + peer->address_len, peer->rkey, peer->rkey_len);
@@ -464,6 +552,12 @@ td_status_t td_transfer_fetch(td_transfer_t *t, td_fetch_t *fetch)
     fetch->next_piece = 0;
     fetch->next_offset = 0;
     fetch->asked = false;
+    fetch->begin_ns = td_now_ns();
+    fetch->nccl.asked = 0;
+    fetch->nccl.landing = 0;
+    fetch->nccl.status = TD_OK;
+    fetch->nccl.tried = false;
+    fetch->ends = TD_INPROGRESS;
     fetch->next = NULL;
     return push_simple(t, CMD_FETCH, fetch->id, fetch);
 }
@@ -568,21 +662,33 @@ static void peer_add(td_transfer_t *t, command_t *c)
     peer->next = t->peers;
     t->peers = peer;
     (void)peer_connect(t, peer);
+    if (t->nccl != NULL) {
+        td_nccl_peer_add(t->nccl, c->id, c->device);
+    }
 }
 
-static void fetch_end(td_transfer_t *t, td_fetch_t **link, td_status_t status)
+/* Takes a fetch off the list and completes it. False: the device still writes into its destination;
+ * drive_fetches() ends it, with this status, once that is over. */
+static bool fetch_end(td_transfer_t *t, td_fetch_t **link, td_status_t status)
 {
     td_fetch_t *fetch = *link;
+
+    if (fetch->carrier == TD_CARRIER_NCCL && !td_nccl_let_go(t->nccl, fetch)) {
+        fetch->ends = status;
+        return false;
+    }
     *link = fetch->next;
     fetch->next = NULL;
     t->fetch_count--;
     fetch->status = status;
     if (status == TD_OK) {
-        metric_add(fetch->carrier == TD_CARRIER_SHM ? t->bytes_shm : t->bytes_tcp, fetch->bytes);
+        metric_add(t->bytes[fetch->carrier], fetch->bytes);
+        metric_add(t->seconds[fetch->carrier], td_now_ns() - fetch->begin_ns);
     } else {
-        metric_add(t->failures, 1);
+        metric_add(t->failures[fetch->carrier], 1);
     }
     fetch->complete(fetch);
+    return true;
 }
 
 static void jobs_drop_of(td_transfer_t *t, uint64_t asker)
@@ -630,11 +736,13 @@ static void peer_close(td_transfer_t *t, peer_t *peer)
 static void peer_disconnect(td_transfer_t *t, peer_t *peer)
 {
     for (td_fetch_t **f = &t->fetches; *f != NULL;) {
-        if ((*f)->peer == peer->incarnation) {
-            fetch_end(t, f, TD_ERR_PEER_DEAD);
-        } else {
+        if ((*f)->peer != peer->incarnation || (*f)->ends != TD_INPROGRESS ||
+            !fetch_end(t, f, TD_ERR_PEER_DEAD)) {
             f = &(*f)->next;
         }
+    }
+    if (t->nccl != NULL) {
+        td_nccl_peer_lost(t->nccl, peer->incarnation);
     }
     jobs_drop_of(t, peer->incarnation);
     peer_close(t, peer);
@@ -653,6 +761,9 @@ static void peer_remove(td_transfer_t *t, uint64_t incarnation)
     }
     peer = *link;
     peer_disconnect(t, peer);
+    if (t->nccl != NULL) {
+        td_nccl_peer_remove(t->nccl, incarnation);
+    }
     /* Progress inside the disconnect runs callbacks, but none that changes the list of peers. */
     *link = peer->next;
     td_free(peer->info);
@@ -692,6 +803,60 @@ static void on_ask_sent(void *request, ucs_status_t status, void *arg)
     ask->transfer->sends_in_flight--;
     td_free(ask);
     ucp_request_free(request);
+}
+
+static void on_note_sent(void *request, ucs_status_t status, void *arg)
+{
+    note_send_t *note = arg;
+    (void)status;
+    note->transfer->sends_in_flight--;
+    td_free(note);
+    ucp_request_free(request);
+}
+
+/* What the NCCL carrier has to say to a peer. */
+static bool send_note(void *ctx, uint64_t to, const void *message, size_t len)
+{
+    td_transfer_t *t = ctx;
+    const peer_t *peer = peer_find(t, to);
+    note_send_t *note = NULL;
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS |
+                                                 UCP_OP_ATTR_FIELD_CALLBACK |
+                                                 UCP_OP_ATTR_FIELD_USER_DATA,
+                                 .flags = UCP_AM_SEND_FLAG_EAGER,
+                                 .cb.send = on_note_sent};
+    void *request = NULL;
+
+    if (peer == NULL || peer->ep == NULL || peer->failed) {
+        return false;
+    }
+    note = td_alloc(sizeof(*note) + len);
+    if (note == NULL) {
+        return false;
+    }
+    note->transfer = t;
+    memcpy(note->bytes, message, len);
+    param.user_data = note;
+    request = ucp_am_send_nbx(peer->ep, AM_NCCL, NULL, 0, note->bytes, len, &param);
+    if (UCS_PTR_IS_PTR(request)) {
+        t->sends_in_flight++;
+        return true;
+    }
+    td_free(note); /* sent at once, or not at all; the callback is not called */
+    return request == NULL;
+}
+
+static ucs_status_t on_note(void *arg, const void *header, size_t header_len, void *data,
+                            size_t len, const ucp_am_recv_param_t *param)
+{
+    const td_transfer_t *t = arg;
+
+    (void)header;
+    (void)header_len;
+    if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0) {
+        td_nccl_receive(t->nccl, data, len);
+    }
+    return UCS_OK;
 }
 
 static td_status_t send_ask(td_transfer_t *t, const peer_t *peer, td_fetch_t *fetch)
@@ -750,6 +915,34 @@ static bool copy_pieces(td_fetch_t *fetch, const peer_t *peer, size_t *budget)
     return fetch->next_piece == fetch->piece_count;
 }
 
+/* By NCCL, as far as it goes that way. What came so far is fetched again by another carrier. */
+static td_status_t drive_nccl(td_transfer_t *t, td_fetch_t *fetch)
+{
+    const td_status_t status = td_nccl_fetch(t->nccl, fetch);
+
+    if (status != TD_ERR_BUSY) {
+        return status;
+    }
+    metric_add(t->failures[TD_CARRIER_NCCL], 1);
+    fetch->carrier = TD_CARRIER_NONE;
+    fetch->nccl.tried = true;
+    if (fetch->silence_ns > 0) { /* nothing was asked of the other carrier yet */
+        fetch->deadline_ns = TD_MAX(fetch->deadline_ns, td_now_ns() + fetch->silence_ns);
+    }
+    fetch->next_piece = 0;
+    fetch->next_offset = 0;
+    fetch->bytes = 0;
+    return TD_INPROGRESS;
+}
+
+/* Which way a fetch goes whose pieces fit. */
+static void choose_nccl(td_transfer_t *t, td_fetch_t *fetch)
+{
+    if (t->nccl != NULL && !fetch->nccl.tried && td_nccl_wants(t->nccl, fetch->peer)) {
+        td_nccl_take(t->nccl, fetch);
+    }
+}
+
 /* One turn over the fetches under way. Returns true when copying is left to do. */
 static bool drive_fetches(td_transfer_t *t)
 {
@@ -761,12 +954,22 @@ static bool drive_fetches(td_transfer_t *t)
         td_fetch_t *fetch = *link;
         peer_t *peer = peer_find(t, fetch->peer);
         td_status_t status = TD_INPROGRESS;
-        if (peer == NULL || peer->failed || (peer->ep == NULL && !peer_connect(t, peer))) {
+        const bool ended = fetch->ends != TD_INPROGRESS;
+        if (!ended && fetch->carrier == TD_CARRIER_NONE && peer != NULL && peer->ep != NULL &&
+            !peer->failed && pieces_fit(fetch, peer)) {
+            choose_nccl(t, fetch);
+        }
+        if (ended) {
+            status = fetch->ends;
+        } else if (peer == NULL || peer->failed || (peer->ep == NULL && !peer_connect(t, peer))) {
             status = TD_ERR_PEER_DEAD;
         } else if (now >= fetch->deadline_ns) {
             status = TD_ERR_TIMEOUT;
         } else if (fetch->carrier == TD_CARRIER_NONE && !pieces_fit(fetch, peer)) {
             status = TD_ERR_INVALID;
+        } else if (fetch->carrier == TD_CARRIER_NCCL) {
+            status = drive_nccl(t, fetch);
+            left = left || fetch->carrier == TD_CARRIER_NONE;
         } else if (peer->mapped != NULL) {
             fetch->carrier = TD_CARRIER_SHM;
             if (budget > 0 && copy_pieces(fetch, peer, &budget)) {
@@ -784,10 +987,8 @@ static bool drive_fetches(td_transfer_t *t)
              * word. The next fetch gets a new one. */
             peer->failed = true;
         }
-        if (status == TD_INPROGRESS) {
+        if (status == TD_INPROGRESS || !fetch_end(t, link, status)) {
             link = &fetch->next;
-        } else {
-            fetch_end(t, link, status);
         }
     }
     return left;
@@ -842,16 +1043,16 @@ static ucs_status_t on_answer(void *arg, const void *header, size_t header_len, 
     memcpy(&h, header, sizeof(h));
     heard(t, h.owner, h.fetch_id);
     link = fetch_link(t, h.fetch_id);
-    if (link == NULL || (*link)->peer != h.owner) {
+    if (link == NULL || (*link)->peer != h.owner || (*link)->carrier != TD_CARRIER_TCP) {
         return UCS_OK; /* late, of a fetch that has ended */
     }
     fetch = *link;
     if (h.status != TD_OK) {
-        fetch_end(t, link, h.status == TD_ERR_BUSY ? TD_ERR_BUSY : TD_ERR_STALE);
+        (void)fetch_end(t, link, h.status == TD_ERR_BUSY ? TD_ERR_BUSY : TD_ERR_STALE);
         return UCS_OK;
     }
     if (h.piece != fetch->next_piece || h.piece_offset != fetch->next_offset || len == 0) {
-        fetch_end(t, link, TD_ERR_PROTOCOL);
+        (void)fetch_end(t, link, TD_ERR_PROTOCOL);
         return UCS_OK;
     }
     while (len > 0 && fetch->next_piece < fetch->piece_count) {
@@ -865,9 +1066,9 @@ static ucs_status_t on_answer(void *arg, const void *header, size_t header_len, 
     }
     TD_FAULT_POINT("transfer_piece");
     if (len > 0) {
-        fetch_end(t, link, TD_ERR_PROTOCOL);
+        (void)fetch_end(t, link, TD_ERR_PROTOCOL);
     } else if (fetch->next_piece == fetch->piece_count) {
-        fetch_end(t, link, TD_OK);
+        (void)fetch_end(t, link, TD_OK);
     }
     return UCS_OK;
 }
@@ -1074,8 +1275,8 @@ static void run_command(td_transfer_t *t, command_t *c)
         break;
     case CMD_CANCEL:
         link = fetch_link(t, c->id);
-        if (link != NULL) {
-            fetch_end(t, link, TD_ERR_CANCELLED);
+        if (link != NULL && (*link)->ends == TD_INPROGRESS) {
+            (void)fetch_end(t, link, TD_ERR_CANCELLED);
         }
         break;
     }
@@ -1090,16 +1291,19 @@ static void run_commands(td_transfer_t *t)
     }
 }
 
-static void sleep_until_event(td_transfer_t *t)
+static void sleep_until_event(td_transfer_t *t, uint32_t limit_us)
 {
     struct pollfd fds[2] = {{.fd = t->event_fd, .events = POLLIN},
                             {.fd = td_ring_fd(t->commands), .events = POLLIN}};
-    int timeout_ms = t->fetch_count > 0 || t->job_count > 0 ? POLL_BUSY_MS : POLL_IDLE_MS;
+    const uint64_t timeout_ms =
+        t->fetch_count > 0 || t->job_count > 0 ? POLL_BUSY_MS : POLL_IDLE_MS;
+    const uint64_t timeout_ns = TD_MIN(timeout_ms * TD_NS_PER_MS, (uint64_t)limit_us * 1000);
+    const struct timespec timeout = {.tv_nsec = (long)timeout_ns};
 
     if (ucp_worker_arm(t->worker) != UCS_OK) {
         return; /* BUSY: there is something to progress */
     }
-    (void)poll(fds, 2, timeout_ms);
+    (void)ppoll(fds, 2, &timeout, NULL);
     if ((fds[1].revents & POLLIN) != 0) {
         td_ring_drain_fd(t->commands);
     }
@@ -1109,8 +1313,11 @@ static void end_everything(td_transfer_t *t)
 {
     uint64_t deadline = td_now_ns() + TD_NS_PER_S;
 
-    while (t->fetches != NULL) {
-        fetch_end(t, &t->fetches, TD_ERR_CANCELLED);
+    /* What the device writes into the last ones' destinations takes no peer to end. */
+    for (td_fetch_t **link = &t->fetches; *link != NULL;) {
+        if (!fetch_end(t, link, TD_ERR_CANCELLED)) {
+            (void)td_nccl_drive(t->nccl);
+        }
     }
     while (t->peers != NULL) {
         peer_remove(t, t->peers->incarnation);
@@ -1131,14 +1338,18 @@ static void *transfer_main(void *arg)
 
     while (!atomic_load_explicit(&t->stop, memory_order_acquire)) {
         bool left = false;
+        uint32_t next_us = UINT32_MAX;
         run_commands(t);
         for (int i = 0; i < PROGRESS_PER_TURN && ucp_worker_progress(t->worker) != 0; i++) {
         }
         disconnect_failed_peers(t);
         left = drive_fetches(t);
         drive_jobs(t);
+        if (t->nccl != NULL) {
+            next_us = td_nccl_drive(t->nccl);
+        }
         if (!left) {
-            sleep_until_event(t);
+            sleep_until_event(t, next_us);
         }
     }
     end_everything(t);
@@ -1147,5 +1358,10 @@ static void *transfer_main(void *arg)
 
 uint64_t td_transfer_fetched_bytes(const td_transfer_t *t)
 {
-    return t->bytes_shm == NULL ? 0 : td_metric_get(t->bytes_shm) + td_metric_get(t->bytes_tcp);
+    uint64_t bytes = 0;
+
+    for (uint32_t i = TD_CARRIER_SHM; i < TD_CARRIERS; i++) {
+        bytes += t->bytes[i] == NULL ? 0 : td_metric_get(t->bytes[i]);
+    }
+    return bytes;
 }

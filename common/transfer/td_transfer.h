@@ -1,7 +1,8 @@
 /* td_transfer.h - moving KV blocks: fetch(peer, descriptors) -> my blocks, by the owner of the
  * destination. Design: section 4; common/transfer/DESIGN.md.
  *
- * Two carriers, chosen for each peer when it is added:
+ * Three carriers, chosen for each peer and fetch:
+ *   nccl both ends are devices with a communicator between them: sent from one to the other
  *   shm  the peer's pool is mapped here (ucp_rkey_ptr); this process's own copy
  *   tcp  an active message asks, eager active messages answer, this process copies what they bring
  * Nobody but this process ever writes into its pool (I2), so once a fetch has completed - in
@@ -17,6 +18,7 @@
 
 #include "common/base/td_metrics.h"
 #include "common/base/td_status.h"
+#include "common/kv/td_kv_device.h"
 #include "common/kv/td_pool.h"
 
 #define TD_TRANSFER_PEERS_MAX 1024u
@@ -29,7 +31,13 @@
  * it was received; longer messages are put together in memory of their own first. */
 #define TD_TRANSFER_GATHER_BYTES (252u * 1024u)
 
-typedef enum td_carrier { TD_CARRIER_NONE = 0, TD_CARRIER_SHM, TD_CARRIER_TCP } td_carrier_t;
+typedef enum td_carrier {
+    TD_CARRIER_NONE = 0, /* ended before one was chosen */
+    TD_CARRIER_SHM,
+    TD_CARRIER_TCP,
+    TD_CARRIER_NCCL,
+    TD_CARRIERS
+} td_carrier_t;
 const char *td_carrier_name(td_carrier_t carrier);
 
 typedef struct td_transfer td_transfer_t;
@@ -40,13 +48,24 @@ typedef struct td_transfer_config {
     uint64_t incarnation;    /* ours: peers know us by it */
     td_metrics_t *metrics;   /* borrowed; NULL = none. Series are declared during create */
     const char *name_prefix; /* of the series, e.g. "tandem_decode" */
+    /* borrowed until the transfer ends; NULL: none. Sends and receives blocks where it can. */
+    td_kv_device_t *device;
+    bool device_series; /* declares the series of NCCL also where there is no device */
+    /* of NCCL, 0 = what common/transfer/td_transfer_nccl.h says */
+    size_t nccl_slot_bytes;
+    uint32_t nccl_deadline_ms;
+    uint32_t nccl_retry_ms;
+    uint32_t nccl_open_ms;
 } td_transfer_config_t;
 
 /** Starts UCX, allocates and touches the pool's memory so that processes on this host can map it,
  * and starts the thread. Errors: TD_ERR_IO (UCX: logged), TD_ERR_INVALID, TD_ERR_NO_MEMORY. */
 TD_MUST_CHECK td_status_t td_transfer_create(const td_transfer_config_t *config,
                                              td_transfer_t **out);
-/** Completes every operation (TD_ERR_CANCELLED), joins the thread, unmaps the memory. */
+/** Completes every operation (TD_ERR_CANCELLED) and joins the thread: nothing is read or written
+ * any more, and the device is no longer used. Nothing may be asked of it afterwards. */
+void td_transfer_stop(td_transfer_t *transfer);
+/** Stops, and unmaps the memory. */
 void td_transfer_destroy(td_transfer_t *transfer);
 /** The pool's memory. Shape: [block_count][block_bytes]. Owner: the transfer. */
 uint8_t *td_transfer_memory(const td_transfer_t *transfer);
@@ -56,6 +75,8 @@ void td_transfer_set_pool(td_transfer_t *transfer, const td_pool_t *pool);
 /** What a peer needs to read our memory. Owner: the transfer. */
 void td_transfer_address(const td_transfer_t *transfer, const void **address, size_t *address_len,
                          const void **rkey, size_t *rkey_len, uint64_t *base);
+/** What a peer needs to know of our device; "": there is none. Owner: the transfer. */
+const char *td_transfer_device_name(const td_transfer_t *transfer);
 /** Our name towards peers after a new incarnation. */
 void td_transfer_set_incarnation(td_transfer_t *transfer, uint64_t incarnation);
 
@@ -68,6 +89,7 @@ typedef struct td_transfer_peer {
     uint64_t base;
     uint32_t block_count;
     uint32_t block_bytes;
+    const char *device; /* its td_transfer_device_name(); NULL or "": none */
 } td_transfer_peer_t;
 
 /** Adds a peer (connects in the background). Errors: TD_ERR_BUSY, TD_ERR_NO_MEMORY. */
@@ -92,8 +114,9 @@ struct td_fetch {
     /* set by the caller */
     uint64_t peer;        /* incarnation */
     uint64_t deadline_ns; /* absolute */
-    /* tcp; not 0: each answer of the peer to this fetch, or to one that was asked before it, moves
-     * the deadline to so long after it at least. A slow link is no dead peer. */
+    /* tcp, and alike each chunk of nccl; not 0: each answer of the peer to this fetch, or to one
+     * that was asked before it, moves the deadline to so long after it at least. A slow link is no
+     * dead peer. */
     uint64_t silence_ns;
     td_fetch_fn complete; /* on the transfer's thread */
     void *ctx;
@@ -109,6 +132,14 @@ struct td_fetch {
     uint32_t next_piece;  /* shm: next to copy; tcp: pieces received */
     uint32_t next_offset; /* tcp: and bytes of the next one */
     bool asked;           /* tcp: the request has been sent */
+    uint64_t begin_ns;
+    struct {
+        uint32_t asked;     /* chunks that are on their way */
+        uint32_t landing;   /* of them, those that the device copies to the destination just now */
+        td_status_t status; /* OK, or why the rest does not come */
+        bool tried;         /* in vain: another carrier's now */
+    } nccl;
+    td_status_t ends; /* INPROGRESS, or how it ends once the device has let go of it */
     struct td_fetch *next;
 };
 

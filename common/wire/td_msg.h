@@ -83,12 +83,15 @@ typedef struct td_bytes {
     size_t len;
 } td_bytes_t;
 
+#define TD_MSG_DEVICE_CHARS_MAX 95u /* as TD_KV_DEVICE_NAME_MAX */
+
 typedef struct td_msg_region {
     td_bytes_t ucx_address; /* empty: nothing to read here */
     td_bytes_t ucx_rkey;
     uint64_t base;
     uint32_t block_count;
     uint32_t block_bytes;
+    const char *device; /* td_transfer_device_name(); "" or NULL: none */
 } td_msg_region_t;
 
 typedef struct td_msg_peer {

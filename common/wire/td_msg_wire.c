@@ -116,6 +116,7 @@ static void fill_region(const td_msg_region_t *region, PB(Region) * pb)
     pb->base_address = region->base;
     pb->block_count = region->block_count;
     pb->block_bytes = region->block_bytes;
+    pb->device = pb_text(region->device);
 }
 
 static void fill_peer(const td_msg_peer_t *peer, PB(Peer) * pb, PB(Region) * region)
@@ -830,11 +831,13 @@ static td_status_t read_region(const PB(Region) * pb, td_msg_region_t *region)
     MUST(pb->ucx_address.len <= 4096 && pb->ucx_rkey.len <= 4096, "region address over 4096 bytes");
     MUST(pb->ucx_address.len == 0 || (pb->block_bytes > 0 && pb->block_count > 0),
          "region without blocks");
+    MUST(strlen(pb->device) <= TD_MSG_DEVICE_CHARS_MAX, "device's name too long");
     region->ucx_address = from_bytes(&pb->ucx_address);
     region->ucx_rkey = from_bytes(&pb->ucx_rkey);
     region->base = pb->base_address;
     region->block_count = pb->block_count;
     region->block_bytes = pb->block_bytes;
+    region->device = pb->device;
     return TD_OK;
 }
 

@@ -17,11 +17,11 @@ def reference_prompts(*names):
     return [job["ids"] for job in jobs if job["id"] in names]
 
 
-def one_process(options, prompts, steps, *flags):
+def one_process(options, prompts, steps, *flags, model=MODEL):
     """[(ids, hashes)] of tandem-bench eval, which never gives a block up."""
     jobs = "".join(json.dumps({"id": str(i), "ids": ids, "gen": steps, "topk": 0, "hashes": True}) + "\n"
                    for i, ids in enumerate(prompts))
-    out = subprocess.run([os.path.join(options.bin, "tandem-bench"), "eval", "--model", MODEL,
+    out = subprocess.run([os.path.join(options.bin, "tandem-bench"), "eval", "--model", model,
                           "--threads", "2", *flags],
                          input=jobs, capture_output=True, text=True, check=True)
     results = [json.loads(line) for line in out.stdout.splitlines()]

@@ -440,10 +440,20 @@ static void *map(size_t bytes)
     return at;
 }
 
+/* A fiber's stack may be the one that has no room, so faults have one of their own. It is the
+ * thread's that launches, for as long as it does. */
+static stack_t fault_stack()
+{
+    static unsigned char bytes[64 * 1024];
+    stack_t stack = {};
+
+    stack.ss_sp = bytes;
+    stack.ss_size = sizeof(bytes);
+    return stack;
+}
+
 static void prepare()
 {
-    static unsigned char signal_stack[64 * 1024];
-    stack_t alternative = {};
     struct sigaction action = {};
 
     stacks = (unsigned char *)map((size_t)EMU_THREADS_MAX * (STACK_BYTES + PAGE));
@@ -452,9 +462,6 @@ static void prepare()
     }
     shared_area = (unsigned char *)map(EMU_SHARED_BYTES_MAX + 4 * PAGE);
     (void)mprotect(shared_area + EMU_SHARED_BYTES_MAX / PAGE * PAGE + PAGE, PAGE, PROT_NONE);
-    alternative.ss_sp = signal_stack;
-    alternative.ss_size = sizeof(signal_stack);
-    (void)sigaltstack(&alternative, nullptr);
     action.sa_handler = on_fault;
     action.sa_flags = SA_ONSTACK;
     (void)sigaction(SIGSEGV, &action, nullptr);
@@ -502,10 +509,13 @@ extern "C" void emu_launch(const void *address, const unsigned grid[3], const un
 {
     const kernel *const k = find_kernel(address);
     void *args[1] = {params};
+    const stack_t on_faults = fault_stack();
+    stack_t before = {};
 
     if (stacks == nullptr) {
         prepare();
     }
+    (void)sigaltstack(&on_faults, &before);
     thread_count = block[0] * block[1] * block[2];
     kernel_invoke = k->invoke;
     kernel_name = k->name;
@@ -521,4 +531,5 @@ extern "C" void emu_launch(const void *address, const unsigned grid[3], const un
         }
     }
     kernel_name = "none";
+    (void)sigaltstack(&before, nullptr);
 }

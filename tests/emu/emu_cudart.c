@@ -5,7 +5,11 @@
  *
  * There are several devices, each with memory of its own: a kernel or copy that touches another's
  * ends the process, unless its device was given access to it, and so does a launch to a stream of a
- * device that the thread has not chosen. Threads: one at a time in the process. */
+ * device that the thread has not chosen.
+ *
+ * Threads: any. One lock guards the tables and lists, for no longer than a call; see emu_streams.c
+ * for who does what a stream was asked. */
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +20,7 @@
 
 #define PAGE ((size_t)4096)
 #define ALLOCATIONS_MAX 4096
-#define PINNED_MAX 256
+#define PINNED_MAX 1024
 #define ATTRIBUTES_MAX 1024
 #define SHARED_BYTES_PLAIN ((size_t)48 * 1024) /* more wants cudaFuncSetAttribute() */
 #define MEMORY_TOTAL ((size_t)8 << 30)
@@ -53,8 +57,19 @@ static bool peers_possible = true;      /* devices can be given access to each o
 static unsigned access_of[EMU_DEVICES]; /* devices whose memory this one reaches, as bits */
 static unsigned open_devices = ~0u;     /* whose memory is not protected just now */
 static _Thread_local int current;       /* device */
-static cudaError_t last_error = cudaSuccess;
+static _Thread_local cudaError_t last_error = cudaSuccess;
 static uint32_t fail_in; /* calls; 0 = none fails */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+
+void emu_lock(void)
+{
+    (void)pthread_mutex_lock(&mutex);
+}
+
+void emu_unlock(void)
+{
+    (void)pthread_mutex_unlock(&mutex);
+}
 
 void emu_set_memory(size_t bytes)
 {
@@ -94,8 +109,12 @@ void emu_set_devices(int count, bool peers)
 
 uint32_t emu_fail_at(uint32_t nth)
 {
-    const uint32_t left = fail_in;
+    uint32_t left = 0;
+
+    emu_lock();
+    left = fail_in;
     fail_in = nth;
+    emu_unlock();
     return left;
 }
 
@@ -126,7 +145,7 @@ static bool is_dead(void)
     return path != NULL && access(path, F_OK) == 0;
 }
 
-/* What the environment says, where nobody has said it before. */
+/* What the environment says, where nobody has said it before. Locked. */
 static void find_devices(void)
 {
     const char *count = getenv("EMU_DEVICES");
@@ -140,8 +159,13 @@ static void find_devices(void)
 
 bool emu_fails(void)
 {
+    bool now = false;
+
+    emu_lock();
     find_devices();
-    if (!is_dead() && (fail_in == 0 || --fail_in > 0)) {
+    now = fail_in > 0 && --fail_in == 0;
+    emu_unlock();
+    if (!now && !is_dead()) {
         return false;
     }
     last_error = cudaErrorUnknown;
@@ -166,6 +190,7 @@ void emu_fault(const char *why)
     _Exit(EMU_EXIT_FAULT);
 }
 
+/* Locked. */
 static const allocation_t *allocation_of(const void *address)
 {
     const unsigned char *at = address;
@@ -179,6 +204,7 @@ static const allocation_t *allocation_of(const void *address)
     return NULL;
 }
 
+/* Locked. */
 static void protect(const allocation_t *a)
 {
     const int how = (open_devices >> a->device & 1u) != 0 ? PROT_READ | PROT_WRITE : PROT_NONE;
@@ -188,8 +214,10 @@ static void protect(const allocation_t *a)
 
 void emu_open_memory(unsigned devices)
 {
-    const unsigned before = open_devices;
+    unsigned before = 0;
 
+    emu_lock();
+    before = open_devices;
     open_devices = devices;
     for (size_t i = 0; i < allocation_end && before != devices; i++) {
         const allocation_t *a = &allocations[i];
@@ -197,28 +225,41 @@ void emu_open_memory(unsigned devices)
             protect(a);
         }
     }
+    emu_unlock();
+}
+
+/* The device whose memory an address is in; -1: none's. */
+static int device_of(const void *address)
+{
+    const allocation_t *a = NULL;
+    int device = -1;
+
+    emu_lock();
+    a = allocation_of(address);
+    device = a == NULL ? -1 : a->device;
+    emu_unlock();
+    return device;
 }
 
 void emu_check_reach(unsigned devices, const void *address)
 {
-    const allocation_t *a = allocation_of(address);
+    const int device = device_of(address);
 
-    if (a != NULL && (devices >> a->device & 1u) == 0) {
+    if (device >= 0 && (devices >> device & 1u) == 0) {
         emu_fault("a copy touches the memory of a device that has not been opened to it");
     }
 }
 
-cudaError_t cudaMalloc(void **out, size_t bytes)
+/* Gives a piece of the device's memory that ends at a page nobody may touch; NULL: there is none.
+ * Locked. */
+static unsigned char *allocate(size_t bytes)
 {
     const size_t limit = memory_limits[current] == 0 ? MEMORY_TOTAL : memory_limits[current];
     const size_t data = (bytes + 15) / 16 * 16;
     const size_t pages = (data + PAGE - 1) / PAGE * PAGE;
 
-    if (emu_fails()) {
-        return cudaErrorUnknown;
-    }
     if (bytes > limit || memory_used[current] > limit - bytes) {
-        return emu_set_error(cudaErrorMemoryAllocation);
+        return NULL;
     }
     for (size_t i = 0; i < ALLOCATIONS_MAX; i++) {
         allocation_t *a = &allocations[i];
@@ -230,7 +271,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (a->map == MAP_FAILED) {
             a->map = NULL;
-            return emu_set_error(cudaErrorMemoryAllocation);
+            return NULL;
         }
         (void)mprotect(a->map + pages, PAGE, PROT_NONE);
         a->address = a->map + pages - data;
@@ -242,60 +283,96 @@ cudaError_t cudaMalloc(void **out, size_t bytes)
             memset(a->map, 0xff, pages); /* NaN, as what nobody has written may be */
         }
         protect(a);
-        *out = a->address;
-        return cudaSuccess;
+        return a->address;
     }
-    return emu_set_error(cudaErrorMemoryAllocation);
+    return NULL;
 }
 
-cudaError_t cudaFree(void *address)
+cudaError_t cudaMalloc(void **out, size_t bytes)
 {
-    emu_run_all(); /* as the runtime does */
+    unsigned char *address = NULL;
+
+    if (emu_fails()) {
+        return cudaErrorUnknown;
+    }
+    emu_lock();
+    address = allocate(bytes);
+    emu_unlock();
+    if (address == NULL) {
+        return emu_set_error(cudaErrorMemoryAllocation);
+    }
+    *out = address;
+    return cudaSuccess;
+}
+
+/* Locked. */
+static bool release(const void *address)
+{
     for (size_t i = 0; i < ALLOCATIONS_MAX && address != NULL; i++) {
         allocation_t *a = &allocations[i];
         if (a->map != NULL && a->address == address) {
             (void)munmap(a->map, a->map_bytes);
             memory_used[a->device] -= a->bytes;
             memset(a, 0, sizeof(*a));
-            return cudaSuccess;
+            return true;
         }
     }
-    return address == NULL ? cudaSuccess : emu_set_error(cudaErrorInvalidValue);
+    return address == NULL;
+}
+
+cudaError_t cudaFree(void *address)
+{
+    bool released = false;
+
+    emu_run_all(); /* as the runtime does */
+    emu_lock();
+    released = release(address);
+    emu_unlock();
+    return released ? cudaSuccess : emu_set_error(cudaErrorInvalidValue);
 }
 
 static bool add_pinned(const void *address, size_t bytes)
 {
-    for (size_t i = 0; i < PINNED_MAX; i++) {
+    bool added = false;
+
+    emu_lock();
+    for (size_t i = 0; i < PINNED_MAX && !added; i++) {
         if (pinned[i].address == NULL) {
             pinned[i] = (pinned_t){address, bytes};
-            return true;
+            added = true;
         }
     }
-    return false;
+    emu_unlock();
+    return added;
 }
 
 static bool remove_pinned(const void *address)
 {
-    for (size_t i = 0; i < PINNED_MAX; i++) {
+    bool removed = false;
+
+    emu_lock();
+    for (size_t i = 0; i < PINNED_MAX && !removed; i++) {
         if (address != NULL && pinned[i].address == address) {
             pinned[i].address = NULL;
-            return true;
+            removed = true;
         }
     }
-    return false;
+    emu_unlock();
+    return removed;
 }
 
 static bool is_pinned(const void *address)
 {
     const unsigned char *at = address;
+    bool found = false;
 
-    for (size_t i = 0; i < PINNED_MAX; i++) {
-        if (pinned[i].address != NULL && at >= pinned[i].address &&
-            at < pinned[i].address + pinned[i].bytes) {
-            return true;
-        }
+    emu_lock();
+    for (size_t i = 0; i < PINNED_MAX && !found; i++) {
+        found = pinned[i].address != NULL && at >= pinned[i].address &&
+                at < pinned[i].address + pinned[i].bytes;
     }
-    return false;
+    emu_unlock();
+    return found;
 }
 
 cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned int flags)
@@ -415,8 +492,7 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int f
     if (emu_fails()) {
         return cudaErrorUnknown;
     }
-    if (allocation_of(to) == NULL || allocation_of(to)->device != to_device ||
-        allocation_of(from) == NULL || allocation_of(from)->device != from_device) {
+    if (device_of(to) != to_device || device_of(from) != from_device) {
         return emu_set_error(cudaErrorInvalidValue);
     }
     return emu_add_op(stream, &op);
@@ -437,9 +513,11 @@ cudaError_t cudaMemGetInfo(size_t *free_out, size_t *total_out)
     if (emu_fails()) {
         return cudaErrorUnknown;
     }
+    emu_lock();
     *total_out = memory_limits[current] == 0 ? MEMORY_TOTAL : memory_limits[current];
     *free_out =
         *total_out - (memory_used[current] < *total_out ? memory_used[current] : *total_out);
+    emu_unlock();
     return cudaSuccess;
 }
 
@@ -452,6 +530,23 @@ cudaError_t cudaGetDeviceCount(int *out)
         return cudaErrorUnknown;
     }
     *out = device_count;
+    return cudaSuccess;
+}
+
+/* Each process is a device of its own, and so is each that a test names: links know no two on one.
+ */
+cudaError_t cudaDeviceGetPCIBusId(char *out, int len, int device)
+{
+    const char *named = getenv("EMU_BUS");
+
+    if (emu_fails()) {
+        return cudaErrorUnknown;
+    }
+    if (named != NULL) {
+        (void)snprintf(out, (size_t)len, "%s", named);
+    } else {
+        (void)snprintf(out, (size_t)len, "emu-%d-%d", (int)getpid(), device);
+    }
     return cudaSuccess;
 }
 
@@ -523,31 +618,39 @@ cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int 
 
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value)
 {
+    bool known = false;
+
     if (emu_fails()) {
         return cudaErrorUnknown;
     }
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > 227 * 1024) {
         return emu_set_error(cudaErrorInvalidValue);
     }
-    for (size_t i = 0; i < ATTRIBUTES_MAX; i++) {
+    emu_lock();
+    for (size_t i = 0; i < ATTRIBUTES_MAX && !known; i++) {
         attribute_t *a = &attributes[i];
         if (a->kernel == NULL || (a->kernel == kernel && a->device == current)) {
             *a = (attribute_t){kernel, current, (size_t)value};
-            return cudaSuccess;
+            known = true;
         }
     }
-    return emu_set_error(cudaErrorMemoryAllocation);
+    emu_unlock();
+    return known ? cudaSuccess : emu_set_error(cudaErrorMemoryAllocation);
 }
 
 /* So much shared memory is what this kernel was given on the device that is chosen. */
 static bool may_share(const void *kernel, size_t bytes)
 {
-    for (size_t i = 0; i < ATTRIBUTES_MAX && bytes > SHARED_BYTES_PLAIN; i++) {
+    size_t most = SHARED_BYTES_PLAIN;
+
+    emu_lock();
+    for (size_t i = 0; i < ATTRIBUTES_MAX && attributes[i].kernel != NULL; i++) {
         if (attributes[i].kernel == kernel && attributes[i].device == current) {
-            return bytes <= attributes[i].bytes;
+            most = attributes[i].bytes > most ? attributes[i].bytes : most;
         }
     }
-    return bytes <= SHARED_BYTES_PLAIN;
+    emu_unlock();
+    return bytes <= most;
 }
 
 cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **args,

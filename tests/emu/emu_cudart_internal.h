@@ -1,6 +1,6 @@
 /* emu_cudart_internal.h - what the doubles of the CUDA runtime share: streams, with what they are
  * still to do (emu_streams.c), and devices with their memory and kernels (emu_cudart.c).
- * Threads: one at a time in the process. */
+ * Threads: any. What is marked so is called with emu_lock(). */
 #pragma once
 
 #include <stdbool.h>
@@ -11,7 +11,7 @@
 
 #include "tests/emu/emu_run.h"
 
-typedef enum op_kind { OP_COPY, OP_SET, OP_LAUNCH, OP_RECORD, OP_WAIT } op_kind_t;
+typedef enum op_kind { OP_COPY, OP_SET, OP_LAUNCH, OP_RECORD, OP_WAIT, OP_WORK } op_kind_t;
 
 typedef struct op {
     op_kind_t kind;
@@ -31,7 +31,14 @@ typedef struct op {
     uint64_t ticket;      /* of the record that is waited for */
     unsigned char *owned; /* what is copied from, or the kernel's parameter */
     size_t owned_bytes;
+    bool (*run)(void *ctx); /* of another library */
+    void (*drop)(void *ctx);
+    void *ctx;
 } op_t;
+
+/** Guards all tables and lists of the doubles; held for no longer than a call. */
+void emu_lock(void);
+void emu_unlock(void);
 
 /** Adds an op to what the stream is to do, or to the graph that is made of it.
  * Owner: op->owned is taken, also where it fails. */
@@ -44,8 +51,6 @@ bool emu_is_captured(cudaStream_t stream);
 void emu_run_stream(struct CUstream_st *stream);
 void emu_run_all(void);
 
-/** Is this the call that a test wants to fail? */
-bool emu_fails(void);
 cudaError_t emu_set_error(cudaError_t error);
 /** Ends the process: nothing that goes on from here would be right. */
 void emu_fault(const char *why);

@@ -1,5 +1,5 @@
 /* emu_run.h - the emulator as the doubles of the CUDA runtime and the tests see it; C and C++.
- * Threads: one at a time in the process. */
+ * Threads: of emu_cudart.c any; what it calls runs one kernel at a time. */
 #pragma once
 
 #include <stdbool.h>
@@ -52,6 +52,15 @@ size_t emu_memory_used(void);
 size_t emu_memory_used_of(int device);
 /** Launches since the process began. */
 uint64_t emu_launches(void);
+
+struct CUstream_st;
+/** Work of another library on a stream: run is called until it says that it is done, and the stream
+ * goes no further before. It must not wait. drop is called once then, or when the stream ends. For
+ * emu_nccl.c. Answers false where there is no memory; drop is not called then. */
+bool emu_add_work(struct CUstream_st *stream, bool (*run)(void *ctx), void (*drop)(void *ctx),
+                  void *ctx);
+/** Is this the call that emu_fail_at() wants to fail? */
+bool emu_fails(void);
 
 #ifdef __cplusplus
 }

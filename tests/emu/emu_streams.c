@@ -4,17 +4,24 @@
  * of the others only what it waits for; or (emu_set_streams()) others go ahead in a random order.
  * So whoever reads without waiting, or fills a buffer again that is still to be read, is found out.
  * A graph has the streams that it was captured from: at a launch the first one's part goes to the
- * stream that is launched to, and the others' to streams of their own. */
+ * stream that is launched to, and the others' to streams of their own.
+ *
+ * Threads: any. Who does what a stream was asked holds `turn`, one operation at a time, so a thread
+ * that only asks or looks never waits for a kernel. */
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "tests/emu/emu_cudart_internal.h"
 
-#define STREAMS_MAX 64
+#define STREAMS_MAX 256
 /* The first ones are the devices' default ones, the next those of graphs. */
 #define STREAMS_OF_GRAPHS EMU_DEVICES
 #define STREAMS_FIRST (2 * EMU_DEVICES)
+#define STREAMS_DRAWN 64 /* that may go on by themselves: tests of order have fewer */
 
 typedef struct op_list {
     op_t *first;
@@ -60,6 +67,8 @@ static uint64_t launches;
 static uint64_t graphs; /* launched */
 static uint64_t tickets;
 static uint64_t captures;
+static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
+static atomic_bool turn_wanted; /* by who does not wait for it: relaxed, only a hint */
 
 void emu_set_streams(uint32_t seed)
 {
@@ -88,7 +97,39 @@ struct CUstream_st *emu_stream_of(cudaStream_t stream)
     return &streams[emu_device()];
 }
 
-static void run_until(struct CUevent_st *event, uint64_t ticket);
+/* What became of looking at a stream. STUCK: its first op has to be tried again later. */
+typedef enum progress { STREAM_EMPTY, STREAM_STUCK, STREAM_WENT_ON } progress_t;
+
+static void nap(long ns)
+{
+    const struct timespec time = {.tv_nsec = ns};
+    (void)nanosleep(&time, NULL);
+}
+
+static void turn_begin(void)
+{
+    (void)pthread_mutex_lock(&turn);
+}
+
+/* For who does not wait: no answer yet, so it shall have the next one. */
+static bool turn_try(void)
+{
+    if (pthread_mutex_trylock(&turn) == 0) {
+        return true;
+    }
+    atomic_store_explicit(&turn_wanted, true, memory_order_relaxed);
+    return false;
+}
+
+static void turn_end(void)
+{
+    (void)pthread_mutex_unlock(&turn);
+    if (atomic_exchange_explicit(&turn_wanted, false, memory_order_relaxed)) {
+        nap(200000);
+    }
+}
+
+static bool run_until(struct CUevent_st *event, uint64_t ticket);
 
 static void run_copy(const op_t *op)
 {
@@ -102,7 +143,8 @@ static void run_copy(const op_t *op)
     }
 }
 
-static void run_op(op_t *op)
+/* False: it has to be tried again later. */
+static bool run_op(op_t *op)
 {
     if (op->kind != OP_WAIT && op->kind != OP_RECORD) {
         emu_open_memory(op->devices);
@@ -120,35 +162,75 @@ static void run_op(op_t *op)
         emu_launch(op->from, op->grid, op->block, op->owned, op->bytes);
         break;
     case OP_RECORD:
+        emu_lock();
         op->event->done = op->ticket;
+        emu_unlock();
         break;
     case OP_WAIT:
-        run_until(op->event, op->ticket);
-        break;
+        return run_until(op->event, op->ticket);
+    case OP_WORK:
+        return op->run(op->ctx);
     }
+    return true;
 }
 
-static bool run_next(struct CUstream_st *s)
+static void op_free(op_t *op)
 {
-    op_t *op = s->ops.first;
+    if (op->drop != NULL) {
+        op->drop(op->ctx);
+    }
+    free(op->owned);
+    free(op);
+}
+
+static op_t *first_of(const struct CUstream_st *s)
+{
+    op_t *op = NULL;
+
+    emu_lock();
+    op = s->ops.first;
+    emu_unlock();
+    return op;
+}
+
+/* Does what is first in a stream. It stays there until it is done: whoever finds the stream empty
+ * has waited for all of it. The caller has the turn. */
+static progress_t run_next(struct CUstream_st *s)
+{
+    op_t *op = first_of(s);
+    bool done = false;
 
     if (op == NULL) {
-        return false;
+        return STREAM_EMPTY;
     }
     if (s->busy) {
         emu_fault("streams wait for each other");
     }
     s->busy = true;
+    done = run_op(op);
+    s->busy = false;
+    if (!done) {
+        return STREAM_STUCK;
+    }
+    emu_lock();
     s->ops.first = op->next;
     s->ops.last = s->ops.first == NULL ? NULL : s->ops.last;
-    run_op(op);
-    free(op->owned);
-    free(op);
-    s->busy = false;
-    return true;
+    emu_unlock();
+    op_free(op);
+    return STREAM_WENT_ON;
 }
 
-/* In a random order, streams that nobody waits for go on, too. */
+static bool is_reached(const struct CUevent_st *event, uint64_t ticket)
+{
+    bool reached = false;
+
+    emu_lock();
+    reached = event->done >= ticket;
+    emu_unlock();
+    return reached;
+}
+
+/* In a random order, streams that nobody waits for go on, too. The caller has the turn. */
 static void run_others(void)
 {
     while (stream_order != 0) {
@@ -159,9 +241,9 @@ static void run_others(void)
         if ((stream_order >> 16) % 4 == 0) {
             return;
         }
-        s = &streams[(stream_order >> 20) % STREAMS_MAX];
-        op = s->ops.first;
-        if (op != NULL && !s->busy && (op->kind != OP_WAIT || op->event->done >= op->ticket)) {
+        s = &streams[(stream_order >> 20) % STREAMS_DRAWN];
+        op = first_of(s);
+        if (op != NULL && !s->busy && (op->kind != OP_WAIT || is_reached(op->event, op->ticket))) {
             (void)run_next(s);
         }
     }
@@ -169,19 +251,39 @@ static void run_others(void)
 
 void emu_run_stream(struct CUstream_st *s)
 {
-    do {
-        run_others();
-    } while (run_next(s));
-}
+    progress_t progress = STREAM_WENT_ON;
 
-static void run_until(struct CUevent_st *event, uint64_t ticket)
-{
-    while (event->done < ticket) {
+    while (progress != STREAM_EMPTY) {
+        turn_begin();
         run_others();
-        if (event->done < ticket && !run_next(event->stream)) {
-            emu_fault("a stream waits for an event that does not come");
+        progress = run_next(s);
+        turn_end();
+        if (progress == STREAM_STUCK) {
+            nap(50000);
         }
     }
+}
+
+static progress_t run_towards(const struct CUevent_st *event)
+{
+    const progress_t progress = run_next(event->stream);
+
+    if (progress == STREAM_EMPTY) {
+        emu_fault("a stream waits for an event that does not come");
+    }
+    return progress;
+}
+
+/* False: it is stuck. The caller has the turn. */
+static bool run_until(struct CUevent_st *event, uint64_t ticket)
+{
+    while (!is_reached(event, ticket)) {
+        run_others();
+        if (!is_reached(event, ticket) && run_towards(event) == STREAM_STUCK) {
+            return false;
+        }
+    }
+    return true;
 }
 
 /* The last one first: they should not depend on each other. */
@@ -190,6 +292,17 @@ void emu_run_all(void)
     for (size_t i = STREAMS_MAX; i-- > 0;) {
         emu_run_stream(&streams[i]);
     }
+}
+
+/* As far as it goes without waiting for others than us. */
+static void run_all_there_is(void)
+{
+    turn_begin();
+    for (size_t i = STREAMS_MAX; i-- > 0;) {
+        while (run_next(&streams[i]) == STREAM_WENT_ON) {
+        }
+    }
+    turn_end();
 }
 
 static bool append(op_list_t *list, const op_t *wanted)
@@ -215,8 +328,7 @@ static void free_ops(op_list_t *list)
     while (list->first != NULL) {
         op_t *op = list->first;
         list->first = op->next;
-        free(op->owned);
-        free(op);
+        op_free(op);
     }
     list->last = NULL;
 }
@@ -249,19 +361,38 @@ static bool append_copies(op_list_t *list, const op_list_t *from)
     return true;
 }
 
-cudaError_t emu_add_op(cudaStream_t stream, const op_t *wanted)
+/* Locked. */
+static bool add_op(struct CUstream_st *s, const op_t *wanted)
 {
-    struct CUstream_st *s = emu_stream_of(stream);
     op_t op = *wanted;
 
     op.lane = s;
     s->work += s->captured != NULL && op.kind != OP_RECORD ? 1 : 0;
     op.devices |= emu_access_of(s->device);
-    if (!append(s->captured != NULL ? &s->captured->ops : &s->ops, &op)) {
+    return append(s->captured != NULL ? &s->captured->ops : &s->ops, &op);
+}
+
+cudaError_t emu_add_op(cudaStream_t stream, const op_t *wanted)
+{
+    struct CUstream_st *s = emu_stream_of(stream);
+    bool added = false;
+
+    emu_lock();
+    added = add_op(s, wanted);
+    emu_unlock();
+    if (!added) {
         free(wanted->owned);
         return emu_set_error(cudaErrorMemoryAllocation);
     }
     return cudaSuccess;
+}
+
+bool emu_add_work(struct CUstream_st *stream, bool (*run)(void *ctx), void (*drop)(void *ctx),
+                  void *ctx)
+{
+    const op_t op = {.kind = OP_WORK, .run = run, .drop = drop, .ctx = ctx};
+
+    return emu_add_op(stream, &op) == cudaSuccess;
 }
 
 int emu_stream_device(cudaStream_t stream)
@@ -276,25 +407,49 @@ bool emu_is_captured(cudaStream_t stream)
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned int flags)
 {
+    struct CUstream_st *found = NULL;
+
     if (emu_fails()) {
         return cudaErrorUnknown;
     }
     (void)flags;
-    for (size_t i = STREAMS_FIRST; i < STREAMS_MAX; i++) {
+    emu_lock();
+    for (size_t i = STREAMS_FIRST; i < STREAMS_MAX && found == NULL; i++) {
         if (!streams[i].used) {
             streams[i] = (struct CUstream_st){.device = emu_device(), .used = true};
-            *out = &streams[i];
-            return cudaSuccess;
+            found = &streams[i];
         }
     }
-    return emu_set_error(cudaErrorMemoryAllocation);
+    emu_unlock();
+    if (found == NULL) {
+        return emu_set_error(cudaErrorMemoryAllocation);
+    }
+    *out = found;
+    return cudaSuccess;
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
     emu_run_stream(stream);
+    emu_lock();
     stream->used = false;
+    emu_unlock();
     return cudaSuccess;
+}
+
+/* Whoever looks is waiting for it: a little of it is done, if nobody else does something. */
+cudaError_t cudaStreamQuery(cudaStream_t stream)
+{
+    progress_t progress = STREAM_STUCK;
+
+    if (emu_fails()) {
+        return cudaErrorUnknown;
+    }
+    if (turn_try()) {
+        progress = run_next(emu_stream_of(stream));
+        turn_end();
+    }
+    return progress == STREAM_EMPTY ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream)
@@ -314,6 +469,7 @@ static uint64_t capture_of(const struct CUstream_st *s)
     return s->captured == NULL ? 0 : s->captured->capture;
 }
 
+/* Locked. */
 static struct CUgraph_st *find_capture(uint64_t capture)
 {
     for (size_t i = 0; capture != 0 && i < STREAMS_MAX; i++) {
@@ -324,25 +480,36 @@ static struct CUgraph_st *find_capture(uint64_t capture)
     return NULL;
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags)
+/* Locked. */
+static cudaError_t add_wait(struct CUstream_st *s, struct CUevent_st *event)
 {
     const op_t op = {.kind = OP_WAIT, .event = event, .ticket = event->asked};
+
+    if (s->captured == NULL) {
+        s->captured = find_capture(event->capture); /* joins it */
+    }
+    if (capture_of(s) != event->capture) {
+        return cudaErrorStreamCaptureIsolation;
+    }
+    if (s->captured != NULL && s == s->captured->origin) {
+        event->stream->joined = event->covers;
+    }
+    return add_op(s, &op) ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags)
+{
     struct CUstream_st *s = emu_stream_of(stream);
+    cudaError_t error = cudaSuccess;
 
     if (emu_fails()) {
         return cudaErrorUnknown;
     }
     (void)flags;
-    if (s->captured == NULL) {
-        s->captured = find_capture(event->capture); /* joins it */
-    }
-    if (capture_of(s) != event->capture) {
-        return emu_set_error(cudaErrorStreamCaptureIsolation);
-    }
-    if (s->captured != NULL && s == s->captured->origin) {
-        event->stream->joined = event->covers;
-    }
-    return emu_add_op(stream, &op);
+    emu_lock();
+    error = add_wait(s, event);
+    emu_unlock();
+    return emu_set_error(error);
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned int flags)
@@ -361,26 +528,44 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned int flags)
 
 cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
-    emu_run_all(); /* nobody refers to it any more */
+    run_all_there_is(); /* nobody refers to it any more */
     free(event);
     return cudaSuccess;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
-    const op_t op = {.kind = OP_RECORD, .event = event, .ticket = ++tickets};
+    op_t op = {.kind = OP_RECORD, .event = event};
+    struct CUstream_st *s = emu_stream_of(stream);
+    bool added = false;
 
     if (emu_fails()) {
         return cudaErrorUnknown;
     }
-    if (event->device != emu_stream_device(stream)) {
+    if (event->device != s->device) {
         return emu_set_error(cudaErrorInvalidResourceHandle);
     }
-    event->stream = emu_stream_of(stream);
-    event->capture = capture_of(event->stream);
-    event->covers = event->stream->work;
+    emu_lock();
+    op.ticket = ++tickets;
+    event->stream = s;
+    event->capture = capture_of(s);
+    event->covers = s->work;
     event->asked = op.ticket;
-    return emu_add_op(stream, &op);
+    added = add_op(s, &op);
+    emu_unlock();
+    return added ? cudaSuccess : emu_set_error(cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event)
+{
+    if (emu_fails()) {
+        return cudaErrorUnknown;
+    }
+    if (!is_reached(event, event->asked) && turn_try()) {
+        (void)run_next(event->stream);
+        turn_end();
+    }
+    return is_reached(event, event->asked) ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event)
@@ -388,7 +573,18 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event)
     if (emu_fails()) {
         return cudaErrorUnknown;
     }
-    run_until(event, event->asked);
+    while (!is_reached(event, event->asked)) {
+        progress_t progress = STREAM_WENT_ON;
+        turn_begin();
+        run_others();
+        if (!is_reached(event, event->asked)) {
+            progress = run_towards(event);
+        }
+        turn_end();
+        if (progress == STREAM_STUCK) {
+            nap(50000);
+        }
+    }
     return cudaSuccess;
 }
 
@@ -497,16 +693,13 @@ static struct CUstream_st *target_of(const struct CUgraphExec_st *exec,
     return &streams[STREAMS_OF_GRAPHS + i];
 }
 
-cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
+/* Locked. */
+static bool add_graph(const struct CUgraphExec_st *exec, struct CUstream_st *launched)
 {
     const struct CUstream_st *lanes[EMU_DEVICES] = {NULL};
 
-    if (emu_fails()) {
-        return cudaErrorUnknown;
-    }
-    graphs++;
     for (op_t *op = exec->ops.first; op != NULL; op = op->next) {
-        struct CUstream_st *target = target_of(exec, emu_stream_of(stream), op->lane, lanes);
+        struct CUstream_st *target = target_of(exec, launched, op->lane, lanes);
         if (op->kind == OP_RECORD) {
             op->event->stream = target;
             op->event->asked = ++tickets;
@@ -515,10 +708,25 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
             op->ticket = op->event->asked;
         }
         if (!append_copy(&target->ops, op)) {
-            return emu_set_error(cudaErrorMemoryAllocation);
+            return false;
         }
     }
-    return cudaSuccess;
+    return true;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
+{
+    struct CUstream_st *s = emu_stream_of(stream);
+    bool added = false;
+
+    if (emu_fails()) {
+        return cudaErrorUnknown;
+    }
+    emu_lock();
+    graphs++;
+    added = add_graph(exec, s);
+    emu_unlock();
+    return added ? cudaSuccess : emu_set_error(cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph)
@@ -530,7 +738,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph)
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
 {
-    emu_run_all(); /* nobody refers to its events any more */
+    run_all_there_is(); /* nobody refers to its events any more */
     free_ops(&exec->ops);
     while (exec->events != NULL) {
         struct CUevent_st *event = exec->events;

@@ -8,28 +8,13 @@ import tempfile
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "e2e"))
 from cluster import Cluster, Skip, main, test
+from emulated import DEVICE, programs
 from one_process import ask, one_process, reference_prompts
 
 STEPS = 3
-DEVICE = ("--backend", "cuda", "--device-kv", "64M")
 # Of three KV heads. A real one stands for several.
 SEVERAL = ("0,0", "0,0,0") if os.environ.get("TANDEM_GPU") else ("0,1", "2,0,1")
 TWO, THREE = (DEVICE + ("--device", which) for which in SEVERAL)
-
-
-def programs(options, folder):
-    """A folder of programs with the emulator's nodes among them."""
-    if os.environ.get("TANDEM_GPU"):
-        return options.bin  # on a real one
-    emulated = os.path.join(os.path.abspath(options.bin), "emu")
-    if not os.path.exists(os.path.join(emulated, "tandem-decode")):
-        raise Skip("not built (thread sanitizer, no clang++ or no CUDA headers)")
-    for name in os.listdir(options.bin):
-        path = os.path.join(os.path.abspath(options.bin), name)
-        if os.path.isfile(path):
-            own = os.path.join(emulated, name)
-            os.symlink(own if os.path.exists(own) else path, os.path.join(folder, name))
-    return folder
 
 
 def check(options, speculation=({},), count=None, **sides):

@@ -14,11 +14,12 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CUDA = "common/model/cuda"
+TRANSFER = "common/transfer"
 OUT = "build/mutants"
 LIMIT_S = 120
 KERNELS = ("attention", "blocks", "gather", "products", "rows")
 
-# test: of the executable test_cuda_<first word>; "race" runs the build for ThreadSanitizer.
+# file: of the backend's folder, or a path. test: of the executable test_cuda_<first word>; "race" runs the build for ThreadSanitizer.
 Mutant = collections.namedtuple("Mutant", "name file old new test")
 MUTANTS = [
     Mutant("mask off by one", "td_cuda_math.cuh", "if (p > q) {", "if (p >= q && q > 0) {",
@@ -77,10 +78,10 @@ MUTANTS = [
     Mutant("blocks of the pass given away", "td_cuda_mirror.c", "p->pass == m->pass", "false",
            "mirror test_a_pass_keeps_what_it_took"),
     Mutant("blocks not brought back", "td_cuda_plan.c",
-           "!valid && (!fresh || !d->mapped) &&",
-           "!valid && fresh &&", "model test_blocks_come_and_go"),
+           "uploads = !valid && (!fresh || !d->mapped);",
+           "uploads = !valid && fresh;", "model test_blocks_come_and_go"),
     Mutant("another's KV sent behind the rows of a pass", "td_cuda_plan.c",
-           "!valid && (!fresh || !d->mapped) &&", "!valid && !fresh &&",
+           "uploads = !valid && (!fresh || !d->mapped);", "uploads = !valid && !fresh;",
            "model test_layers_are_announced_when_they_are_with_the_host"),
     Mutant("host's blocks written at the device's places", "td_cuda_rows.cu",
            "store_in_block(p.host, p.host_blocks[b],", "store_in_block(p.host, 0 * p.blocks[b],",
@@ -153,6 +154,26 @@ MUTANTS = [
     Mutant("other heads of a block sent to a device", "td_cuda_heads.c",
            "td_kv_offset(whole, begin, false, first, 0)", "td_kv_offset(whole, begin, false, 0, 0)",
            "devices test_two_devices_have_the_bits_of_the_cpu"),
+    Mutant("blocks with tokens missing sent from the device", "td_cuda_mirror.c",
+           "pinned = p->valid && p->exact &&", "pinned = p->valid &&",
+           "model test_copies_that_are_sent_are_the_hosts_blocks"),
+    Mutant("blocks sent before they are uploaded", "td_cuda_mirror.c",
+           "!(m->running && p->uploaded && p->pass == m->pass) && pin(m, p)", "pin(m, p)",
+           "nccl test_copies_of_the_device_are_sent"),
+    Mutant("pieces of a copy that do not follow each other", "td_cuda_mirror.c",
+           "p->epoch == epoch && p->landed == offset && pin(m, p)",
+           "p->epoch == epoch && pin(m, p)", "mirror test_copies_that_come_in_pieces"),
+    Mutant("a receive over before the device knows of it", "td_cuda_exchange.c",
+           "if (error == ncclInProgress) {", "if (false) {", "nccl test_whole_blocks"),
+    Mutant("staging given away while NCCL may write it", f"{TRANSFER}/td_transfer_nccl.c",
+           "if (op->state == OP_POSTED) {", "if (false) {",
+           "nccl test_staging_is_quarantined_until_the_abort_ends"),
+    Mutant("blocks of another allocation sent", f"{TRANSFER}/td_transfer_nccl.c",
+           "if (td_pool_epoch(pool, op->parts[i].block) != op->parts[i].epoch) {", "if (false) {",
+           "nccl test_another_allocation_is_stale"),
+    Mutant("posts in an order of each end's own", f"{TRANSFER}/td_transfer_nccl.c",
+           "if (p->rank == 0) {\n        take_turn(p, op);", "if (true) {\n        take_turn(p, op);",
+           "nccl test_several_peers_in_both_directions"),
 ]
 
 
@@ -177,6 +198,10 @@ def make_variable(name):
     return must(["make", "-s", "CONFIG=test", f"--eval=print-it: ; @echo '$({name})'", "print-it"]).strip()
 
 
+def source_of(mutant):
+    return mutant.file if "/" in mutant.file else os.path.join(CUDA, mutant.file)
+
+
 class Builder:
     """Compiles and links mutants as the Makefile does the originals."""
 
@@ -186,11 +211,12 @@ class Builder:
         self.headers = make_variable("CUDA_INC")
 
     def mutate(self, mutant, folder):
-        with open(os.path.join(CUDA, mutant.file), encoding="utf-8") as file:
+        source = source_of(mutant)
+        with open(source, encoding="utf-8") as file:
             text = file.read()
         if mutant.old not in text:
             raise Failure(f"{mutant.file} has no longer the text {mutant.old!r}")
-        path = os.path.join(folder, CUDA, mutant.file)
+        path = os.path.join(folder, source)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text.replace(mutant.old, mutant.new))
@@ -205,6 +231,8 @@ class Builder:
             must(["gcc", "-std=c11", "-O1", "-ffp-contract=off", "-D_GNU_SOURCE", "-DTD_TEST_BUILD=1",
                   f"-I{folder}", "-I.", "-Ibuild/gen", "-isystem", self.headers, "-w", "-fPIE", "-c",
                   path, "-o", built])
+            if source_of(mutant) == mutant.file:  # before the library, whose own is not taken then
+                return {"EMU_DOUBLES": make_variable("EMU_DOUBLES").split() + [built]}
             original = f"build/test/{CUDA}/{mutant.file[:-2]}.o"
             objects = [built if o == original else o for o in make_variable("CUDA_OBJ").split()]
             return {"CUDA_OBJ": objects}

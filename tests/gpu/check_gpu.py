@@ -14,6 +14,7 @@ from gpu import GPU, ROOT, describe, run, why_not
 
 CHECKER_TOOLS = ("memcheck", "racecheck", "synccheck")
 CHECKER_TESTS = ("products", "rows", "gather", "attention", "draw")
+NO_NCCL, REFUSED = 4, 5  # of gpu_nccl
 
 
 class Items:
@@ -52,6 +53,22 @@ def check_clusters(items):
                   TANDEM_GPU="1")
 
 
+def check_nccl(items):
+    code, output = run([f"{GPU}/gpu_nccl"], 300)
+    if code == NO_NCCL:
+        items.say("SKIPPED", "NCCL", "libnccl.so.2 was not found, or Tandem was built without nccl.h")
+    elif code in (0, REFUSED):
+        items.say("OK", "NCCL: blocks gathered, and brought back")
+        if code == 0:
+            items.say("OK", "NCCL: blocks sent and received", output.strip().splitlines()[-1])
+        else:
+            items.say("SKIPPED", "NCCL: blocks sent and received",
+                      "one device, and NCCL refuses two ranks on it")
+    else:
+        items.say("FAILED", "NCCL", f"exit code {code}")
+        print(output[-4000:])
+
+
 def check_vendor(items):
     checker = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.path.exists(checker):
@@ -69,7 +86,8 @@ def main():
     items = Items()
     why = why_not()
     checks = (("kernels on the device", check_kernels), ("the reference's text", check_text),
-              ("clusters on the device", check_clusters), ("compute-sanitizer", check_vendor))
+              ("clusters on the device", check_clusters), ("NCCL", check_nccl),
+              ("compute-sanitizer", check_vendor))
     if why is None:
         print(f"device: {describe()}")
     for name, check in checks:
@@ -77,7 +95,6 @@ def main():
             items.say("SKIPPED", name, why)
         else:
             check(items)
-    items.say("SKIPPED", "NCCL to itself", "blocks do not move over NCCL yet")
     print(f"{items.counts['OK']} passed, {items.counts['FAILED']} failed, "
           f"{items.counts['SKIPPED']} skipped")
     return 1 if items.counts["FAILED"] else 0

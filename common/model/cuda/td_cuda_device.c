@@ -20,6 +20,7 @@ static void sync_all(const td_model_device_t *d)
 
 static void device_destroy(td_model_device_t *d)
 {
+    td_cuda_exchange_destroy(d->exchange);
     sync_all(d); /* one reads the others' memory */
     td_cuda_graphs_clear(&d->graphs);
     for (uint32_t r = 0; d->ranks != NULL && r < d->rank_count; r++) {
@@ -196,6 +197,10 @@ static td_status_t device_start(td_model_device_t *d, const td_model_t *m)
                     total_bytes);
     }
     TD_TRY(td_cuda_mirror_create(d->places, TD_POOL_BLOCKS_MAX, &d->mirror));
+    if (d->rank_count == 1) { /* of several each has some heads of every block */
+        TD_TRY(td_cuda_exchange_create(d->ranks[0].index, d->ranks[0].pool,
+                                       td_kv_block_bytes(&m->info.kv), d->mirror, &d->exchange));
+    }
     pin(d, 0, m->logits,
         (size_t)m->options.logit_rows_max * m->info.vocab_size * sizeof(*m->logits));
     pin(d, 1, m->normed, (size_t)m->options.rows_max * m->info.embed_dim * sizeof(*m->normed));
@@ -270,6 +275,11 @@ static void device_changed(td_model_device_t *d, uint32_t block)
     td_cuda_mirror_forget(d->mirror, block);
 }
 
+static td_kv_device_t *device_kv(td_model_device_t *d)
+{
+    return td_cuda_exchange_device(d->exchange);
+}
+
 const td_model_device_ops_t td_cuda_device_ops = {
     .create = device_create,
     .load = device_load,
@@ -277,5 +287,6 @@ const td_model_device_ops_t td_cuda_device_ops = {
     .forward = td_cuda_forward,
     .changed = device_changed,
     .use_pool = device_use_pool,
+    .kv_device = device_kv,
     .destroy = device_destroy,
 };

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "common/model/cuda/td_cuda_graphs.h"
+#include "common/model/cuda/td_cuda_exchange.h"
 #include "common/model/cuda/td_cuda_launch.h"
 #include "common/model/cuda/td_cuda_mirror.h"
 #include "common/model/cuda/td_cuda_share.h"
@@ -107,6 +108,8 @@ struct td_model_device {
 
     uint32_t places;          /* blocks that each rank has room for, its heads of them */
     td_cuda_mirror_t *mirror; /* owned; of all ranks, which have the same blocks */
+    /* owned: copies to and from other nodes' devices; NULL where it has several of its own */
+    td_cuda_exchange_t *exchange;
     const uint8_t *host_pool; /* borrowed: whose blocks the copies are of */
     bool mapped;              /* every rank writes the host's pool itself */
     void *registered;         /* of the host's pool: what is to be given back */

@@ -403,5 +403,6 @@ td_status_t td_cuda_forward(td_model_device_t *d, td_model_t *m)
         }
         td_cuda_mirror_forget_all(d->mirror); /* no copy is trusted */
     }
+    td_cuda_mirror_end(d->mirror);
     return status;
 }

@@ -56,12 +56,13 @@ static td_status_t place_block(td_model_device_t *d, const td_model_t *m, uint32
                      d->places, td_kv_block_bytes(kv));
         return status;
     }
-    for (uint32_t r = 0; !valid && (!fresh || !d->mapped) && r < d->rank_count; r++) {
+    const bool uploads = !valid && (!fresh || !d->mapped);
+    for (uint32_t r = 0; uploads && r < d->rank_count; r++) {
         const td_cuda_rank_t *rank = &d->ranks[r];
         TD_TRY(td_cuda_copy_heads(rank, kv, m->pass.pool + block * td_kv_block_bytes(kv),
                                   *place_out, 0, kv->layers, false, rank->compute));
     }
-    td_cuda_mirror_validate(d->mirror, block);
+    td_cuda_mirror_validate(d->mirror, block, uploads);
     return TD_OK;
 }
 
@@ -109,10 +110,14 @@ static td_status_t plan_table(td_model_device_t *d, const td_model_t *m, uint32_
     return TD_OK;
 }
 
-static void add_written(td_model_device_t *d, uint32_t *count, uint32_t block, uint32_t place)
+static void add_written(td_model_device_t *d, uint32_t *count, uint32_t block, uint32_t place,
+                        bool last)
 {
     d->host.blocks[*count] = place;
     d->host.host_blocks[(*count)++] = block;
+    if (last) {
+        td_cuda_mirror_filled(d->mirror, block);
+    }
 }
 
 /* Which places each row's KV goes to. table: of the row's run, planned. */
@@ -121,6 +126,9 @@ static td_status_t plan_row(td_model_device_t *d, const td_model_t *m, uint32_t 
 {
     const td_model_row_t *r = &m->pass.rows[row];
     const uint32_t b = r->position / m->info.kv.block_tokens;
+    /* Its block has all tokens then, in all layers. */
+    const bool last =
+        (r->position + 1) % m->info.kv.block_tokens == 0 && m->pass.layers == m->info.kv.layers;
 
     d->host.blocks_begin[row] = *count;
     d->host.tokens[row] = r->token;
@@ -129,11 +137,11 @@ static td_status_t plan_row(td_model_device_t *d, const td_model_t *m, uint32_t 
         TD_LOG_ERROR("pass writes too many blocks of other paths", "max=%u", TD_CUDA_COPIES_MAX);
         return TD_ERR_NO_MEMORY;
     }
-    add_written(d, count, r->blocks[b], table[b]);
+    add_written(d, count, r->blocks[b], table[b], last);
     for (uint32_t i = 0; i < r->copy_count; i++) {
         uint32_t place = 0;
         TD_TRY(place_block(d, m, r->copies[i], d->host.slots[row] == 0, &place));
-        add_written(d, count, r->copies[i], place);
+        add_written(d, count, r->copies[i], place, last);
     }
     d->host.blocks_begin[row + 1] = *count;
     return TD_OK;

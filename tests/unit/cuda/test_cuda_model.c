@@ -327,6 +327,120 @@ static void test_blocks_that_the_host_changed(void **state)
     tiny_fini(&tiny);
 }
 
+/* A device's part in transfers, and memory that its copies come to and its host's blocks from. */
+typedef struct sender {
+    td_kv_device_t *device;
+    const td_pool_t *pool;
+    size_t block_bytes;
+    uint8_t *stand_in; /* what is sent where the device has no copy */
+    uint8_t *got;
+    uint32_t block;
+    uint32_t layers; /* that were announced, and are what is asked for */
+} sender_t;
+
+static void wait_slot(const sender_t *s)
+{
+    td_status_t status = TD_INPROGRESS;
+
+    while (status == TD_INPROGRESS) {
+        status = s->device->ops->poll(s->device, 0);
+    }
+    assert_int_equal(status, TD_OK);
+}
+
+/* The first bytes of a block as they would be sent: the device's, or the stand-in's. */
+static bool sends_its_own(const sender_t *s, uint32_t block, size_t bytes)
+{
+    td_kv_part_t part = {.epoch = td_pool_epoch(s->pool, block),
+                         .host = s->stand_in,
+                         .block = block,
+                         .bytes = (uint32_t)bytes};
+
+    memset(s->stand_in, 0x77, s->block_bytes);
+    assert_int_equal(s->device->ops->gather(s->device, 0, &part, 1), TD_OK);
+    wait_slot(s);
+    part.host = s->got;
+    part.block = TD_POOL_NONE;
+    assert_int_equal(s->device->ops->scatter(s->device, 0, &part, 1), TD_OK);
+    wait_slot(s);
+    if (memcmp(s->got, s->stand_in, bytes) == 0) {
+        return false;
+    }
+    assert_memory_equal(s->got, td_pool_bytes(s->pool, block), bytes);
+    return true;
+}
+
+static void on_layers_sent(void *ctx, uint32_t begin, uint32_t end)
+{
+    sender_t *s = ctx;
+
+    (void)begin;
+    s->layers = end;
+    assert_true(sends_its_own(s, s->block, s->block_bytes / TINY_LAYERS * end));
+}
+
+/* What is sent from the device has the bytes of the host's block, all of them: also of a block that
+ * is still computed, as far as it was announced; and a block with tokens missing comes from the
+ * host, whose zeros stand there. */
+static void test_copies_that_are_sent_are_the_hosts_blocks(void **state)
+{
+    enum { TOKENS = 40, BLOCK_TOKENS = 16 };
+    const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
+    const td_model_options_t options = device_options();
+    const float *logits = NULL;
+    sender_t s = {0};
+    tiny_t tiny;
+    rig_t rig;
+    td_gguf_t *gguf = open_tiny(&tiny, &spec);
+    td_pool_t *pool = NULL;
+    td_status_t status = TD_OK;
+
+    (void)state;
+    rig_init(&rig, gguf, &options, 1, 64);
+    pool = rig_use_pool(&rig, rig.sequence_blocks);
+    assert_int_equal(rig.info->kv.block_tokens, BLOCK_TOKENS);
+    s.device = td_model_kv_device(rig.model);
+    s.pool = pool;
+    s.block_bytes = td_kv_block_bytes(&rig.info->kv);
+    s.stand_in = malloc(s.block_bytes);
+    s.got = malloc(s.block_bytes);
+    status =
+        s.device == NULL ? TD_ERR_UNSUPPORTED : s.device->ops->start(s.device, 1, s.block_bytes, 1);
+    if (status == TD_OK) {
+        for (uint32_t i = 0; i < TOKENS; i++) {
+            set_row(&rig, i, 0, i, i + 1 == TOKENS);
+        }
+        assert_int_equal(
+            td_model_forward(rig.model, rig.pool, rig.rows, TOKENS, 1, on_layers_sent, &s, &logits),
+            TD_OK);
+        assert_int_equal(s.layers, TINY_LAYERS);
+        assert_true(sends_its_own(&s, 0, s.block_bytes));
+        assert_true(sends_its_own(&s, 1, s.block_bytes));
+        assert_false(sends_its_own(&s, 2, s.block_bytes)); /* half of it is nobody's */
+        for (uint32_t i = TOKENS; i < 3 * BLOCK_TOKENS; i++) {
+            assert_false(sends_its_own(&s, 2, s.block_bytes));
+            set_row(&rig, 0, 0, i, true);
+            assert_int_equal(
+                td_model_forward(rig.model, rig.pool, rig.rows, 1, 0, NULL, NULL, &logits), TD_OK);
+        }
+        assert_true(sends_its_own(&s, 2, s.block_bytes));
+        td_model_kv_changed(rig.model, 1);
+        assert_false(sends_its_own(&s, 1, s.block_bytes));
+        s.device->ops->stop(s.device);
+    }
+    free(s.stand_in);
+    free(s.got);
+    td_model_use_pool(rig.model, NULL);
+    td_pool_destroy(pool);
+    rig_fini(&rig);
+    td_gguf_close(gguf);
+    tiny_fini(&tiny);
+    if (status == TD_ERR_UNSUPPORTED) {
+        skip(); /* no NCCL, so nothing is sent */
+    }
+    assert_int_equal(status, TD_OK);
+}
+
 /* Two paths from one trunk, as verification has them: each row as its path alone. */
 static void test_trees_have_the_bits_of_their_paths(void **state)
 {
@@ -574,6 +688,7 @@ static const struct CMUnitTest tests[] = {
     RIG_ON_DEVICES(test_layers_are_announced_when_they_are_with_the_host),
     RIG_ON_DEVICES(test_blocks_come_and_go),
     RIG_ON_DEVICES(test_blocks_that_the_host_changed),
+    RIG_ON_ONE_DEVICE(test_copies_that_are_sent_are_the_hosts_blocks),
     RIG_ON_DEVICES(test_trees_have_the_bits_of_their_paths),
     RIG_ON_DEVICES(test_decoding_by_graphs_has_the_bits_of_the_cpu),
     RIG_ON_DEVICES(test_random_passes_have_the_bits_of_the_cpu),

@@ -95,5 +95,6 @@ static inline int rig_as_before(void **state)
     }
 #define RIG_ON_DEVICES(test)                                                                       \
     RIG_TEST(test, #test, rig_one_device), RIG_TEST(test, #test "_on_two_devices", rig_two_devices)
+#define RIG_ON_ONE_DEVICE(test) RIG_TEST(test, #test, rig_one_device)
 /* And where they must have copies of each other's parts. */
 #define RIG_ON_TWO_APART(test) RIG_TEST(test, #test "_on_two_apart", rig_two_apart)

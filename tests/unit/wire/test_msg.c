@@ -42,7 +42,8 @@ static void test_register_keeps_every_text(void **state)
                     .u.reg = {.self = {.id = "p1",
                                        .role = TD_ROLE_PREFILL,
                                        .incarnation = 4,
-                                       .endpoint = "tcp://a:1"},
+                                       .endpoint = "tcp://a:1",
+                                       .region = {.device = "nccl 22809 boot/0000:01:00.0"}},
                               .http = "a:2",
                               .fingerprint = {keys[0].bytes, 0},
                               .numerics_class = "cpu/mixed/r2",
@@ -57,6 +58,7 @@ static void test_register_keeps_every_text(void **state)
     (void)state;
 
     assert_string_equal(got.u.reg.self.id, "p1");
+    assert_string_equal(got.u.reg.self.region.device, "nccl 22809 boot/0000:01:00.0");
     assert_string_equal(got.u.reg.http, "a:2");
     assert_string_equal(got.u.reg.numerics_class, "cpu/mixed/r2");
     assert_string_equal(got.u.reg.kv_codec, "f8_e4m3");
