@@ -201,9 +201,10 @@ def test_a_long_prompt_and_a_busy_node_are_left_to_prefill_nodes(options):
                            tandem={"prefill": "prefill-1"}) for i in range(6)]
         for stream in busy:
             next(iter(stream))
-        # Six others would wait as long as it takes.
-        assert ask(c, {"prompt": text_of(11)}, "s2", max_tokens=2).headers["x-tandem-prefill"] \
-            == "prefill-1"
+        # Six others would wait as long as it takes. Now and then one is tried all the same.
+        by = [ask(c, {"prompt": text_of(11)}, f"others{i}", max_tokens=2).headers["x-tandem-prefill"]
+              for i in range(3)]
+        assert by.count("prefill-1") >= 2, by
         for stream in busy:
             stream.close()
         c.wait_at_rest()

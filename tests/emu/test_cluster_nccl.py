@@ -32,7 +32,7 @@ OWNER_FALLS = (("nccl_gathered", "stop"), ("nccl_send", "kill"), ("nccl_send", "
 
 
 def run(program, **environment):
-    return subprocess.run([program], capture_output=True, text=True, check=False, timeout=120,
+    return subprocess.run([program, "1"], capture_output=True, text=True, check=False, timeout=120,
                           env={**os.environ, **environment})
 
 
@@ -162,8 +162,10 @@ def test_the_program_that_devices_are_checked_with(options):
     if done.returncode == NO_NCCL:
         raise Skip("built without nccl.h")
     assert done.returncode == 0 and json.loads(done.stdout)["linked"], done
-    done = run(program, EMU_NCCL_FAULT="init_fails:1")
-    assert done.returncode == REFUSED and not json.loads(done.stdout)["linked"], done
+    # Two ends on one device, which NCCL refuses; of two devices it is a failure.
+    for devices, expected in (("1", REFUSED), ("2", 1)):
+        done = run(program, EMU_DEVICES=devices, EMU_NCCL_FAULT="init_fails:1")
+        assert done.returncode == expected and not json.loads(done.stdout)["linked"], done
 
 
 @test
