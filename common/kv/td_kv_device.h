@@ -51,6 +51,9 @@ typedef struct td_kv_device_ops {
      * of those blocks. Slots are scattered one after another, in the order asked for. */
     td_status_t (*scatter)(td_kv_device_t *device, uint32_t slot, const td_kv_part_t *parts,
                            uint32_t count);
+    /** What was scattered into the device's copy of this block is not to be used: its host's block
+     * comes another way, and that alone is checked. Nothing of it is under way any more. */
+    void (*forget)(td_kv_device_t *device, uint32_t block);
     /** How far is what was begun last with this slot? TD_INPROGRESS; TD_OK: over. TD_ERR_IO: the
      * device or the link failed; of a gather or scatter nothing is under way any more, of a post
      * that is said by gone(). */

@@ -818,7 +818,7 @@ static void on_note_sent(void *request, ucs_status_t status, void *arg)
 static bool send_note(void *ctx, uint64_t to, const void *message, size_t len)
 {
     td_transfer_t *t = ctx;
-    const peer_t *peer = peer_find(t, to);
+    peer_t *peer = peer_find(t, to);
     note_send_t *note = NULL;
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS |
                                                  UCP_OP_ATTR_FIELD_CALLBACK |
@@ -827,7 +827,8 @@ static bool send_note(void *ctx, uint64_t to, const void *message, size_t len)
                                  .cb.send = on_note_sent};
     void *request = NULL;
 
-    if (peer == NULL || peer->ep == NULL || peer->failed) {
+    /* Of one that only answers nobody else connects a broken connection anew. */
+    if (peer == NULL || peer->failed || (peer->ep == NULL && !peer_connect(t, peer))) {
         return false;
     }
     note = td_alloc(sizeof(*note) + len);

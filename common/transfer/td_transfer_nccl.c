@@ -75,8 +75,8 @@ typedef struct op { /* a chunk on its way, at one of its ends */
     bool told; /* rank 0, receive: go is yet to be said */
     op_state_t state;
     uint32_t slot;
-    uint64_t since_ns; /* this state, or that of its link */
-    uint64_t limit_ns; /* so long without a sign of life */
+    uint64_t since_ns;       /* this state, or that of its link */
+    uint64_t fetch_limit_ns; /* its fetch goes another way after so long without a sign of life */
     size_t bytes;
     td_fetch_t *fetch; /* receive: whose it is; NULL: nobody's any more */
     struct peer *peer; /* NULL once it does not depend on the link */
@@ -340,7 +340,7 @@ static void link_offer(td_nccl_t *n, peer_t *p)
         return;
     }
     if (!send_with(n, p, &m, id, sizeof(id))) {
-        p->retry_ns = td_now_ns() + n->config.retry_ms * TD_NS_PER_MS;
+        wait_longer(n, p); /* a name costs the library a thread until both ends have come */
         return;
     }
     link_begin(n, p, 0, m.serial, id);
@@ -410,6 +410,8 @@ void td_nccl_peer_remove(td_nccl_t *n, uint64_t incarnation)
 
     if (p != NULL) {
         link_end(n, p, "peer gone");
+        p->offered = false;
+        p->wanted = false;
         p->removed = true; /* freed when its link is gone */
     }
 }
@@ -506,9 +508,9 @@ static bool ask_next(td_nccl_t *n, peer_t *p, td_fetch_t *fetch)
     m.op = op->id;
     op->fetch = fetch;
     /* What is left of the fetch's time must do for another carrier. */
-    op->limit_ns = n->config.deadline_ms * TD_NS_PER_MS;
+    op->fetch_limit_ns = n->config.deadline_ms * TD_NS_PER_MS;
     if (fetch->deadline_ns > op->since_ns) {
-        op->limit_ns = TD_MIN(op->limit_ns, (fetch->deadline_ns - op->since_ns) / 2);
+        op->fetch_limit_ns = TD_MIN(op->fetch_limit_ns, (fetch->deadline_ns - op->since_ns) / 2);
     }
     n->next_op++;
     fetch->nccl.asked++;
@@ -531,6 +533,19 @@ void td_nccl_take(td_nccl_t *n, td_fetch_t *fetch)
     fetch->nccl.landing = 0;
 }
 
+/* Another carrier brings the host's blocks anew, and what the device has of them stays unchecked.
+ */
+static void forget_copies(const td_nccl_t *n, const td_fetch_t *fetch)
+{
+    for (size_t i = 0; i < fetch->piece_count; i++) {
+        const td_kv_part_t part =
+            destination(n, fetch->pieces[i].dest, (uint32_t)fetch->pieces[i].bytes);
+        if (part.block != TD_POOL_NONE) {
+            n->device->ops->forget(n->device, part.block);
+        }
+    }
+}
+
 td_status_t td_nccl_fetch(td_nccl_t *n, td_fetch_t *fetch)
 {
     peer_t *p = peer_find(n, fetch->peer);
@@ -540,7 +555,11 @@ td_status_t td_nccl_fetch(td_nccl_t *n, td_fetch_t *fetch)
         fetch->nccl.status = TD_ERR_BUSY;
     }
     if (fetch->nccl.status != TD_OK) {
-        return td_nccl_let_go(n, fetch) ? fetch->nccl.status : TD_INPROGRESS;
+        if (!td_nccl_let_go(n, fetch)) {
+            return TD_INPROGRESS;
+        }
+        forget_copies(n, fetch);
+        return fetch->nccl.status;
     }
     while (fetch->nccl.status == TD_OK && p != NULL && ask_next(n, p, fetch)) {
     }
@@ -627,7 +646,6 @@ static void on_ask(td_nccl_t *n, peer_t *p, const message_t *m, const uint8_t *p
         (void)send_plain(n, p, MSG_REFUSE, &refused, 0, TD_ERR_BUSY);
         return;
     }
-    op->limit_ns = n->config.deadline_ms * TD_NS_PER_MS;
     TAILQ_INSERT_TAIL(&p->ops, op, link);
     p->asks++;
 }
@@ -670,7 +688,10 @@ static void drive_send(td_nccl_t *n, peer_t *p, op_t *op)
 {
     td_status_t status = TD_OK;
 
-    if (op->state == OP_QUEUED && !n->broken) {
+    if (op->state == OP_QUEUED && n->broken) {
+        p->asks--;
+        status = TD_ERR_BUSY;
+    } else if (op->state == OP_QUEUED) {
         op->slot = slot_take(n, p, true);
         if (op->slot == NO_SLOT) {
             return;
@@ -809,11 +830,12 @@ static void drive_turns(td_nccl_t *n, peer_t *p)
     }
 }
 
-static bool is_late(const peer_t *p, const op_t *op, uint64_t now)
+/* Nothing was heard for so long. What waits for our own device is no sign of the other end; its
+ * deadline counts there. */
+static bool is_late(const peer_t *p, const op_t *op, uint64_t now, uint64_t limit_ns)
 {
-    /* What waits for our own device is no sign of the other end; its deadline counts there. */
     return op->state != OP_QUEUED && op->state != OP_GATHERING &&
-           now > TD_MAX(op->since_ns, p->heard_ns) + op->limit_ns;
+           now > TD_MAX(op->since_ns, p->heard_ns) + limit_ns;
 }
 
 static void drive_ops(td_nccl_t *n, peer_t *p, uint64_t now)
@@ -837,9 +859,13 @@ static void drive_ops(td_nccl_t *n, peer_t *p, uint64_t now)
     }
     TAILQ_FOREACH(op, &p->ops, link)
     {
-        if (is_late(p, op, now)) {
+        if (is_late(p, op, now, n->config.deadline_ms * TD_NS_PER_MS)) {
             link_end(n, p, "nothing heard in time");
             return;
+        }
+        /* One fetch in a hurry is none of the link's fault: its chunk goes on, for nobody. */
+        if (op->fetch != NULL && is_late(p, op, now, op->fetch_limit_ns)) {
+            fetch_fails(n, op, TD_ERR_BUSY);
         }
     }
 }
@@ -969,7 +995,7 @@ uint32_t td_nccl_drive(td_nccl_t *n)
 
 static void on_open(peer_t *p, const message_t *m, const uint8_t *id)
 {
-    p->offered = true; /* the next turn opens it, as soon as an older one is gone */
+    p->offered = !p->removed; /* the next turn opens it, as soon as an older one is gone */
     p->offered_serial = m->serial;
     memcpy(p->offered_id, id, sizeof(p->offered_id));
 }

@@ -20,7 +20,9 @@ static void sync_all(const td_model_device_t *d)
 
 static void device_destroy(td_model_device_t *d)
 {
-    td_cuda_exchange_destroy(d->exchange);
+    if (!td_cuda_exchange_destroy(d->exchange)) {
+        return;
+    }
     sync_all(d); /* one reads the others' memory */
     td_cuda_graphs_clear(&d->graphs);
     for (uint32_t r = 0; d->ranks != NULL && r < d->rank_count; r++) {

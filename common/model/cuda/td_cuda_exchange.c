@@ -624,12 +624,18 @@ static const char *kv_name(const td_kv_device_t *device)
     return ((const td_cuda_exchange_t *)device)->name;
 }
 
+static void kv_forget(td_kv_device_t *device, uint32_t block)
+{
+    td_cuda_mirror_forget(kv_of(device)->mirror, block);
+}
+
 static const td_kv_device_ops_t ops = {
     .start = kv_start,
     .stop = kv_stop,
     .name = kv_name,
     .gather = kv_gather,
     .scatter = kv_scatter,
+    .forget = kv_forget,
     .poll = kv_poll,
     .link_id = kv_link_id,
     .link_open = kv_link_open,
@@ -656,12 +662,18 @@ td_status_t td_cuda_exchange_create(int index, uint8_t *pool, size_t block_bytes
     return TD_OK;
 }
 
-void td_cuda_exchange_destroy(td_cuda_exchange_t *kv)
+bool td_cuda_exchange_destroy(td_cuda_exchange_t *kv)
 {
+    if (kv != NULL && kv->links > 0) {
+        TD_LOG_WARN("an nccl link does not end: its device's memory is left to the process's end",
+                    "device=%d links=%u", kv->index, kv->links);
+        return false;
+    }
     if (kv != NULL) {
         kv_stop(&kv->face);
         td_free(kv);
     }
+    return true;
 }
 
 #else /* built without NCCL's header */
@@ -678,9 +690,10 @@ td_status_t td_cuda_exchange_create(int index, uint8_t *pool, size_t block_bytes
     return TD_OK;
 }
 
-void td_cuda_exchange_destroy(td_cuda_exchange_t *kv)
+bool td_cuda_exchange_destroy(td_cuda_exchange_t *kv)
 {
     (void)kv;
+    return true;
 }
 
 #endif

@@ -14,5 +14,7 @@ typedef struct td_cuda_exchange td_cuda_exchange_t;
 TD_MUST_CHECK td_status_t td_cuda_exchange_create(int index, uint8_t *pool, size_t block_bytes,
                                                   td_cuda_mirror_t *mirror,
                                                   td_cuda_exchange_t **out);
-void td_cuda_exchange_destroy(td_cuda_exchange_t *kv);
+/** False: a link has not ended, so what it may read or write, which is all of the device's memory
+ * for what the runtime says, must stay until the process ends. */
+TD_MUST_CHECK bool td_cuda_exchange_destroy(td_cuda_exchange_t *kv);
 td_kv_device_t *td_cuda_exchange_device(td_cuda_exchange_t *kv);

@@ -40,6 +40,12 @@ typedef struct attention_kernels {
 #define ATTENTION_ENTRY(dim) {dim, td_cuda_attention_few_##dim, td_cuda_attention_many_##dim},
 static const attention_kernels_t attentions[] = {TD_CUDA_HEAD_DIMS(ATTENTION_ENTRY)};
 
+/* That have no shared memory of their launch's choosing. */
+static const kernel_t plain[] = {
+    td_cuda_embed,  td_cuda_swiglu,      td_cuda_place, td_cuda_merge,
+    td_cuda_gather, td_cuda_gather_acts, td_cuda_move,  td_cuda_draw,
+};
+
 td_status_t td_cuda_check(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) {
@@ -103,6 +109,11 @@ td_status_t td_cuda_launch_init(int device, uint32_t head_dim, uint32_t embed_di
     for (uint32_t form = TD_CUDA_BYTE; form <= TD_CUDA_BF16; form++) {
         TD_TRY(allow_shared(others[form].few, td_cuda_product_shared(form, 1, 0), max));
         TD_TRY(allow_shared(others[form].many, td_cuda_product_shared(form, 1, 1), max));
+    }
+    /* Also what needs none, so that it is loaded: a kernel's first launch may wait for all that the
+     * device does, and a receive of NCCL whose other end has died does not end by itself. */
+    for (size_t i = 0; i < TD_ARRAY_LEN(plain); i++) {
+        TD_TRY(allow_shared(plain[i], 0, max));
     }
     TD_ASSERT(a != NULL);
     TD_TRY(allow_shared(td_cuda_norm, norm_shared(embed_dim), max));

@@ -211,9 +211,14 @@ void td_cuda_mirror_forget_all(td_cuda_mirror_t *m)
 
 /* --- transfers -------------------------------------------------------------------------------- */
 
+static bool may_pin(const td_cuda_mirror_t *m)
+{
+    return m->pinned < TD_MAX(m->place_count / PINNED_PART, 1u);
+}
+
 static bool pin(td_cuda_mirror_t *m, place_t *p)
 {
-    if (p->pins == 0 && m->pinned >= TD_MAX(m->place_count / PINNED_PART, 1u)) {
+    if (p->pins == 0 && !may_pin(m)) {
         return false;
     }
     m->pinned += p->pins == 0;
@@ -251,7 +256,9 @@ bool td_cuda_mirror_pin_for(td_cuda_mirror_t *m, uint32_t block, uint64_t epoch,
     bool pinned = false;
 
     lock(m);
-    if (block < m->block_count && (offset == 0 || m->place_of[block] != TD_CUDA_NO_PLACE)) {
+    /* A copy that could not be pinned anyway throws no other one out. */
+    if (block < m->block_count &&
+        (m->place_of[block] != TD_CUDA_NO_PLACE || (offset == 0 && may_pin(m)))) {
         p = place_for(m, block);
     }
     if (p != NULL && !(m->running && p->pass == m->pass)) {

@@ -120,7 +120,7 @@ static void end_close(end_t *e)
     td_transfer_stop(e->transfer);
     assert_int_equal(cudaHostUnregister(td_pool_base(e->pool)), cudaSuccess);
     td_transfer_destroy(e->transfer);
-    td_cuda_exchange_destroy(e->exchange);
+    assert_true(td_cuda_exchange_destroy(e->exchange));
     assert_int_equal(cudaFree(e->copies), cudaSuccess);
     td_cuda_mirror_destroy(e->mirror);
     td_pool_destroy(e->pool);
@@ -472,6 +472,25 @@ static void test_each_failure_ends_in_another_carrier_and_a_new_link(void **stat
     }
 }
 
+/* Another carrier brings the host's blocks anew, and only those are compared with a checksum. */
+static void test_copies_of_a_fetch_that_fell_back_are_not_used(void **state)
+{
+    rig_t r;
+    uint32_t place = 0;
+
+    (void)state;
+    rig_open(&r, 2, BLOCK_BYTES);
+    wait_linked(&r, 1, 0);
+    clear(&r, 1);
+    emu_nccl_fail(EMU_NCCL_SEND_HANGS, 2); /* what came before has landed */
+    assert_int_equal(fetch_all(&r, 1, 0), TD_CARRIER_TCP);
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        assert_false(
+            td_cuda_mirror_pin(r.ends[1].mirror, i, td_pool_epoch(r.ends[1].pool, i), &place));
+    }
+    rig_close(&r);
+}
+
 /* What NCCL may still write into is nobody's before the abort has ended. */
 static void test_staging_is_quarantined_until_the_abort_ends(void **state)
 {
@@ -603,6 +622,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_another_allocation_is_stale),
         cmocka_unit_test(test_several_peers_in_both_directions),
         cmocka_unit_test(test_each_failure_ends_in_another_carrier_and_a_new_link),
+        cmocka_unit_test(test_copies_of_a_fetch_that_fell_back_are_not_used),
         cmocka_unit_test(test_staging_is_quarantined_until_the_abort_ends),
         cmocka_unit_test(test_a_cancelled_fetch_writes_nothing_more),
         cmocka_unit_test(test_a_peer_that_ends_takes_nobody_along),
