@@ -101,12 +101,16 @@ td_metric_t *td_metrics_histogram_fine(td_metrics_t *metrics, const char *name, 
 
 void td_metric_add(td_metric_t *metric, uint64_t n)
 {
-    atomic_fetch_add_explicit(&metric->value, n, memory_order_relaxed);
+    if (metric != NULL) {
+        atomic_fetch_add_explicit(&metric->value, n, memory_order_relaxed);
+    }
 }
 
 void td_metric_set(td_metric_t *metric, uint64_t value)
 {
-    atomic_store_explicit(&metric->value, value, memory_order_relaxed);
+    if (metric != NULL) {
+        atomic_store_explicit(&metric->value, value, memory_order_relaxed);
+    }
 }
 
 uint64_t td_metric_get(const td_metric_t *metric)

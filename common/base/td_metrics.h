@@ -33,6 +33,7 @@ td_metric_t *td_metrics_histogram(td_metrics_t *metrics, const char *name, const
 /** The same over 1 us .. 32 ms. */
 td_metric_t *td_metrics_histogram_fine(td_metrics_t *metrics, const char *name, const char *labels,
                                        const char *help);
+/** Where there is no series (NULL) this and td_metric_set() do nothing. */
 void td_metric_add(td_metric_t *metric, uint64_t n);
 void td_metric_set(td_metric_t *metric, uint64_t value);
 uint64_t td_metric_get(const td_metric_t *metric);

@@ -49,13 +49,6 @@ typedef struct coord_etcd {
     td_metric_t *lost;
 } coord_etcd_t;
 
-static void count(td_metric_t *metric)
-{
-    if (metric != NULL) {
-        td_metric_add(metric, 1);
-    }
-}
-
 /* Between three quarters and all of it, so that candidates do not move in step. */
 static uint64_t jitter_ns(uint64_t ms)
 {
@@ -87,7 +80,7 @@ static void extend(coord_etcd_t *c)
     c->base.valid_until_ns = c->sent_ns + (c->lease_ms - margin_ms) * TD_NS_PER_MS;
     if (c->base.term != c->claim) {
         c->base.term = c->claim;
-        count(c->elections);
+        td_metric_add(c->elections, 1);
         TD_LOG_INFO("leader", "term=%llu lease_ms=%llu", (unsigned long long)c->claim,
                     (unsigned long long)c->lease_ms);
         name_leader(c, c->id);
@@ -99,7 +92,7 @@ static void extend(coord_etcd_t *c)
 static void lose(coord_etcd_t *c, const char *why)
 {
     if (c->base.term != 0) {
-        count(c->lost);
+        td_metric_add(c->lost, 1);
         TD_LOG_WARN("leadership lost", "term=%llu why=\"%s\"", (unsigned long long)c->base.term,
                     why);
         name_leader(c, "");
@@ -172,7 +165,7 @@ static td_status_t on_keepalive(coord_etcd_t *c, const td_etcd_answer_t *a)
 static void on_confirm(coord_etcd_t *c, const td_etcd_answer_t *a)
 {
     if (a->succeeded && a->has_key && a->create_revision == c->claim) {
-        count(c->renewed);
+        td_metric_add(c->renewed, 1);
         extend(c);
         return;
     }
@@ -219,7 +212,7 @@ static void on_failed(coord_etcd_t *c, td_status_t status)
     switch (c->step) {
     case STEP_KEEPALIVE:
     case STEP_CONFIRM:
-        count(c->renew_failed);
+        td_metric_add(c->renew_failed, 1);
         if (status == TD_ERR_NOT_FOUND) {
             lose(c, "etcd does not know the lease");
             return;

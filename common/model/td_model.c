@@ -70,13 +70,6 @@ static void quantise_range(const td_model_t *m, const td_cpu_acts_t *acts, const
     }
 }
 
-static void quantise_rows(const td_model_t *m, const float *src, uint32_t dim, uint32_t begin,
-                          uint32_t end, const td_cpu_matrix_t *const *users, size_t user_count)
-{
-    const act_range_t range = {.dim = dim, .row_begin = begin, .row_end = end, .end = dim};
-    quantise_range(m, &m->acts, src, &range, users, user_count);
-}
-
 /* Matrices that multiply the same rows, and where their results go. Shape: y [row][outputs]. */
 typedef struct product_job {
     const td_cpu_matrix_t *const *matrices;
@@ -356,10 +349,12 @@ static void attention_rows(const worker_t *w, uint32_t layer)
         report_layer(m, layer);
     }
     if (m->pass.split || !m->heads_are_groups) {
+        const act_range_t range = {
+            .dim = m->q_dim, .row_begin = w->row_begin, .row_end = w->row_end, .end = m->q_dim};
         for (size_t row = w->row_begin; m->pass.split && row < w->row_end; row++) {
             merge_row(m, row);
         }
-        quantise_rows(m, m->attn, m->q_dim, w->row_begin, w->row_end, o, 1);
+        quantise_range(m, &m->acts, m->attn, &range, o, 1);
         sync_threads(w);
     }
 }

@@ -109,7 +109,7 @@ struct td_model {
     td_cpu_acts_t acts_ff;        /* of down's input, written while others read acts */
     bool heads_are_groups;        /* a KV head's share of attn is whole groups */
     td_cpu_scratch_t **scratch;   /* owned; [threads] */
-    td_model_own_t *own;          /* owned; [threads], of thread 0 unused */
+    td_model_own_t *own;          /* owned; [threads], of thread 0 empty */
     td_model_segment_t *segments; /* [row] */
     uint32_t *segment_of;         /* [row] */
     td_model_item_t *items;       /* [row + TD_MODEL_PARTS_MAX] */

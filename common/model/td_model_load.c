@@ -562,7 +562,9 @@ static td_status_t take_buffers(td_model_t *m)
     for (uint32_t t = 0; t < m->options.threads; t++) {
         TD_TRY(td_cpu_scratch_create(info->kv.head_dim, info->heads / info->kv.kv_heads,
                                      (uint32_t)widest, &m->scratch[t]));
-        TD_TRY(take_own(info->embed_dim, &m->own[t]));
+        if (t > 0) { /* thread 0 has x, normed and acts */
+            TD_TRY(take_own(info->embed_dim, &m->own[t]));
+        }
     }
     return td_deal_create(m->options.threads, &m->deal);
 }

@@ -316,13 +316,6 @@ static void declare_metrics(td_transfer_t *t, const td_transfer_config_t *c)
     }
 }
 
-static void metric_add(td_metric_t *metric, uint64_t n)
-{
-    if (metric != NULL) {
-        td_metric_add(metric, n);
-    }
-}
-
 static bool send_note(void *ctx, uint64_t to, const void *message, size_t len);
 
 static uint64_t own_incarnation(void *ctx)
@@ -682,10 +675,10 @@ static bool fetch_end(td_transfer_t *t, td_fetch_t **link, td_status_t status)
     t->fetch_count--;
     fetch->status = status;
     if (status == TD_OK) {
-        metric_add(t->bytes[fetch->carrier], fetch->bytes);
-        metric_add(t->seconds[fetch->carrier], td_now_ns() - fetch->begin_ns);
+        td_metric_add(t->bytes[fetch->carrier], fetch->bytes);
+        td_metric_add(t->seconds[fetch->carrier], td_now_ns() - fetch->begin_ns);
     } else {
-        metric_add(t->failures[fetch->carrier], 1);
+        td_metric_add(t->failures[fetch->carrier], 1);
     }
     fetch->complete(fetch);
     return true;
@@ -924,7 +917,7 @@ static td_status_t drive_nccl(td_transfer_t *t, td_fetch_t *fetch)
     if (status != TD_ERR_BUSY) {
         return status;
     }
-    metric_add(t->failures[TD_CARRIER_NCCL], 1);
+    td_metric_add(t->failures[TD_CARRIER_NCCL], 1);
     fetch->carrier = TD_CARRIER_NONE;
     fetch->nccl.tried = true;
     if (fetch->silence_ns > 0) { /* nothing was asked of the other carrier yet */
@@ -1199,7 +1192,7 @@ static void send_answer(td_transfer_t *t, const peer_t *peer, job_t *job, stagin
     }
     staging->busy = request != NULL;
     staging->asker = job->asker;
-    metric_add(t->answered_bytes, len);
+    td_metric_add(t->answered_bytes, len);
     TD_FAULT_POINT("transfer_answer");
 }
 

@@ -127,13 +127,6 @@ struct td_nccl {
     struct op_list draining; /* gathered for nobody */
 };
 
-static void metric_add(td_metric_t *metric, uint64_t n)
-{
-    if (metric != NULL) {
-        td_metric_add(metric, n);
-    }
-}
-
 /* --- slots and ops ---------------------------------------------------------------------------- */
 
 static uint32_t slot_take(td_nccl_t *n, peer_t *peer, bool send)
@@ -259,17 +252,14 @@ static void count_links(td_nccl_t *n)
             held++;
         }
     }
-    if (n->config.metrics.links != NULL) {
-        td_metric_set(n->config.metrics.links, ready);
-        td_metric_set(n->config.metrics.quarantined, held);
-    }
+    td_metric_set(n->config.metrics.links, ready);
+    td_metric_set(n->config.metrics.quarantined, held);
 }
 
-static void wait_longer(td_nccl_t *n, peer_t *p)
+static void wait_longer(peer_t *p)
 {
     p->retry_ns = td_now_ns() + p->backoff_ns;
     p->backoff_ns = TD_MIN(p->backoff_ns * 2, TD_NCCL_RETRY_MS_MAX * TD_NS_PER_MS);
-    (void)n;
 }
 
 /* Everything under way with the peer ends; what NCCL may still touch waits until the link is gone.
@@ -286,7 +276,7 @@ static void link_end(td_nccl_t *n, peer_t *p, const char *why)
                 (unsigned long long)(p->backoff_ns / TD_NS_PER_MS));
     (void)send_plain(n, p, MSG_CLOSE, NULL, 0, TD_OK);
     n->device->ops->link_close(p->link);
-    metric_add(n->config.metrics.aborted, 1);
+    td_metric_add(n->config.metrics.aborted, 1);
     TAILQ_INIT(&p->turns);
     while ((op = TAILQ_FIRST(&p->ops)) != NULL) {
         fetch_fails(n, op, TD_ERR_BUSY);
@@ -304,7 +294,7 @@ static void link_end(td_nccl_t *n, peer_t *p, const char *why)
     p->asks = 0;
     p->state = PEER_CLOSING;
     p->wanted = false;
-    wait_longer(n, p);
+    wait_longer(p);
     count_links(n);
 }
 
@@ -320,7 +310,7 @@ static void link_begin(td_nccl_t *n, peer_t *p, uint32_t rank, uint64_t serial,
         TD_LOG_WARN("nccl link not opened", "peer=%016" PRIx64 " status=%s", p->incarnation,
                     td_status_name(status));
         (void)send_plain(n, p, MSG_CLOSE, NULL, 0, TD_OK);
-        wait_longer(n, p);
+        wait_longer(p);
         return;
     }
     p->state = PEER_OPENING;
@@ -336,11 +326,11 @@ static void link_offer(td_nccl_t *n, peer_t *p)
 
     p->wanted = false;
     if (n->device->ops->link_id(n->device, id) != TD_OK) {
-        wait_longer(n, p);
+        wait_longer(p);
         return;
     }
     if (!send_with(n, p, &m, id, sizeof(id))) {
-        wait_longer(n, p); /* a name costs the library a thread until both ends have come */
+        wait_longer(p); /* a name costs the library a thread until both ends have come */
         return;
     }
     link_begin(n, p, 0, m.serial, id);
@@ -794,7 +784,7 @@ static void posted_ends(td_nccl_t *n, peer_t *p, op_t *op)
         received(n, op);
         return;
     }
-    metric_add(n->config.metrics.sent_bytes, op->bytes);
+    td_metric_add(n->config.metrics.sent_bytes, op->bytes);
     TAILQ_REMOVE(&p->ops, op, link);
     op_free(n, op);
 }
@@ -910,7 +900,7 @@ static void drive_peer(td_nccl_t *n, peer_t *p, uint64_t now)
     }
     if (p->state == PEER_OPENING && status == TD_OK) {
         p->state = PEER_READY;
-        metric_add(n->config.metrics.opened, 1);
+        td_metric_add(n->config.metrics.opened, 1);
         count_links(n);
         TD_LOG_INFO("nccl link ready", "peer=%016" PRIx64 " rank=%u", p->incarnation, p->rank);
     } else if (p->state == PEER_OPENING && now > p->deadline_ns) {

@@ -210,15 +210,24 @@ static slot_t *slot_at(td_cuda_exchange_t *kv, uint32_t slot)
     return &kv->slots[slot];
 }
 
-static td_status_t kv_gather(td_kv_device_t *device, uint32_t slot, const td_kv_part_t *parts,
-                             uint32_t count)
+/* A free slot, for these parts. */
+static slot_t *slot_for(td_cuda_exchange_t *kv, uint32_t slot, const td_kv_part_t *parts,
+                        uint32_t count)
 {
-    td_cuda_exchange_t *kv = kv_of(device);
     slot_t *s = slot_at(kv, slot);
 
     TD_ASSERT(count <= kv->parts_max);
     memcpy(s->parts, parts, count * sizeof(*parts));
     s->part_count = count;
+    return s;
+}
+
+static td_status_t kv_gather(td_kv_device_t *device, uint32_t slot, const td_kv_part_t *parts,
+                             uint32_t count)
+{
+    td_cuda_exchange_t *kv = kv_of(device);
+    slot_t *s = slot_for(kv, slot, parts, count);
+
     for (uint32_t i = 0; i < count; i++) {
         if (!td_cuda_mirror_pin(kv->mirror, parts[i].block, parts[i].epoch, &s->places[i])) {
             s->places[i] = TD_CUDA_NO_PLACE;
@@ -231,11 +240,8 @@ static td_status_t kv_scatter(td_kv_device_t *device, uint32_t slot, const td_kv
                               uint32_t count)
 {
     td_cuda_exchange_t *kv = kv_of(device);
-    slot_t *s = slot_at(kv, slot);
+    slot_t *s = slot_for(kv, slot, parts, count);
 
-    TD_ASSERT(count <= kv->parts_max);
-    memcpy(s->parts, parts, count * sizeof(*parts));
-    s->part_count = count;
     for (uint32_t i = 0; i < count; i++) {
         if (!td_cuda_mirror_pin_for(kv->mirror, parts[i].block, parts[i].epoch, parts[i].offset,
                                     &s->places[i])) {

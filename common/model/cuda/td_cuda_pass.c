@@ -158,14 +158,21 @@ static td_status_t attention(const td_model_device_t *d, td_cuda_rank_t *rank, c
     return attend(d, rank, m, layer);
 }
 
+/* The rank's share of what a block adds to the residual stream, from what all have made. */
+static td_status_t block_output(const td_model_device_t *d, td_cuda_rank_t *rank,
+                                const td_model_t *m, td_cuda_gathered_t what,
+                                const td_cuda_matrix_t *matrix, float *all)
+{
+    float *const y[] = {rank->y_own};
+
+    TD_TRY(td_cuda_gather_input(d, rank, m, what, matrix, all));
+    return products(rank, &matrix, y, 1, all, m->pass.row_count);
+}
+
 static td_status_t attention_output(const td_model_device_t *d, td_cuda_rank_t *rank,
                                     const td_model_t *m, uint32_t layer)
 {
-    const td_cuda_matrix_t *const o[] = {&rank->layers[layer].o};
-    float *const y[] = {rank->y_own};
-
-    TD_TRY(td_cuda_gather_input(d, rank, m, TD_CUDA_ATTENDED, o[0], rank->attn_all));
-    return products(rank, o, y, 1, rank->attn_all, m->pass.row_count);
+    return block_output(d, rank, m, TD_CUDA_ATTENDED, &rank->layers[layer].o, rank->attn_all);
 }
 
 /* From the residual stream to the rank's share of the feed-forward's elements. */
@@ -191,11 +198,7 @@ static td_status_t feed_forward(const td_model_device_t *d, td_cuda_rank_t *rank
 static td_status_t feed_forward_output(const td_model_device_t *d, td_cuda_rank_t *rank,
                                        const td_model_t *m, uint32_t layer)
 {
-    const td_cuda_matrix_t *const down[] = {&rank->layers[layer].down};
-    float *const y[] = {rank->y_own};
-
-    TD_TRY(td_cuda_gather_input(d, rank, m, TD_CUDA_GATED, down[0], rank->gate_all));
-    return products(rank, down, y, 1, rank->gate_all, m->pass.row_count);
+    return block_output(d, rank, m, TD_CUDA_GATED, &rank->layers[layer].down, rank->gate_all);
 }
 
 /* Each rank has its part of the vocabulary; hidden states are the same on all. */

@@ -10,8 +10,6 @@
 #include "common/model/cuda/td_cuda_share.h"
 #include "tests/unit/cuda/test_cuda_model_rig.h"
 
-void emu_set_memory_of(int device, size_t bytes) __attribute__((weak));
-size_t emu_memory_used(void) __attribute__((weak));
 size_t emu_memory_used_of(int device) __attribute__((weak));
 
 /* How the devices run: what changes no bit. */
@@ -223,8 +221,6 @@ static void test_too_little_memory_on_one_device(void **state)
 {
     const tiny_spec_t spec = {.type = TD_GGUF_Q4_1, .kv_heads = 4};
     const td_model_options_t options = options_of(4);
-    uint32_t refused = 0;
-    bool loaded = false;
     tiny_t tiny;
     td_gguf_t *gguf = open_tiny(&tiny, &spec);
 
@@ -234,22 +230,7 @@ static void test_too_little_memory_on_one_device(void **state)
         tiny_fini(&tiny);
         skip(); /* a device's memory is what it is */
     }
-    for (size_t bytes = 1024; !loaded; bytes = bytes * 5 / 4) {
-        td_model_t *model = NULL;
-        td_status_t status = TD_OK;
-        assert_true(bytes < (64u << 20));
-        emu_set_memory_of((int)options.devices.ids[1], bytes);
-        status = td_model_load(gguf, &options, &model);
-        loaded = status == TD_OK;
-        assert_true(loaded || status == TD_ERR_NO_MEMORY);
-        refused += loaded ? 0 : 1;
-        if (loaded) {
-            td_model_destroy(model);
-        }
-        assert_int_equal(emu_memory_used(), 0);
-    }
-    assert_true(refused > 10);
-    emu_set_memory_of((int)options.devices.ids[1], 0);
+    assert_true(rig_load_with_growing_memory(gguf, &options, (int)options.devices.ids[1]) > 10);
     td_gguf_close(gguf);
     tiny_fini(&tiny);
 }

@@ -10,7 +10,6 @@
 #include "tests/unit/cuda/test_cuda_model_rig.h"
 
 uint32_t emu_fail_at(uint32_t nth) __attribute__((weak));
-size_t emu_memory_used(void) __attribute__((weak));
 
 enum { TRIES_MAX = 2000, TOKENS = 20 };
 

@@ -8,9 +8,7 @@
 
 #include "tests/unit/cuda/test_cuda_model_rig.h"
 
-void emu_set_memory(size_t bytes) __attribute__((weak));
 uint64_t emu_graphs(void) __attribute__((weak));
-size_t emu_memory_used(void) __attribute__((weak));
 
 static td_model_options_t device_options(void)
 {
@@ -652,8 +650,6 @@ static void test_loading_with_too_little_memory(void **state)
 {
     const tiny_spec_t spec = {.type = TD_GGUF_Q4_1};
     const td_model_options_t options = device_options();
-    td_model_t *model = NULL;
-    bool loaded = false;
     tiny_t tiny;
     td_gguf_t *gguf = open_tiny(&tiny, &spec);
 
@@ -663,19 +659,7 @@ static void test_loading_with_too_little_memory(void **state)
         tiny_fini(&tiny);
         skip(); /* a device's memory is what it is */
     }
-    for (size_t bytes = 1024; !loaded; bytes = bytes * 5 / 4) {
-        td_status_t status = TD_OK;
-        assert_true(bytes < (64u << 20));
-        emu_set_memory(bytes);
-        status = td_model_load(gguf, &options, &model);
-        loaded = status == TD_OK;
-        assert_true(loaded || status == TD_ERR_NO_MEMORY);
-        if (loaded) {
-            td_model_destroy(model);
-        }
-        assert_int_equal(emu_memory_used(), 0);
-    }
-    emu_set_memory(0);
+    (void)rig_load_with_growing_memory(gguf, &options, -1);
     td_gguf_close(gguf);
     tiny_fini(&tiny);
 }

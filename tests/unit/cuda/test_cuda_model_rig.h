@@ -51,6 +51,9 @@ static inline void rig_on_devices(td_model_options_t *options, uint32_t devices)
 static uint32_t rig_devices __attribute__((unused)); /* just now */
 void emu_set_streams(uint32_t seed) __attribute__((weak));
 void emu_set_devices(int count, bool peers) __attribute__((weak));
+void emu_set_memory(size_t bytes) __attribute__((weak));
+void emu_set_memory_of(int device, size_t bytes) __attribute__((weak));
+size_t emu_memory_used(void) __attribute__((weak));
 
 static inline int rig_one_device(void **state)
 {
@@ -87,6 +90,33 @@ static inline int rig_as_before(void **state)
         emu_set_devices(EMU_DEVICES, true);
     }
     return 0;
+}
+
+/* With every size of memory, of one device (-1: of all), loading works or says that there is too
+ * little, and leaves nothing. Answers how often it was refused before it worked. Only in the
+ * emulator. */
+static inline uint32_t rig_load_with_growing_memory(const td_gguf_t *gguf,
+                                                    const td_model_options_t *options, int device)
+{
+    uint32_t refused = 0;
+    bool loaded = false;
+
+    for (size_t bytes = 1024; !loaded; bytes = bytes * 5 / 4) {
+        td_model_t *model = NULL;
+        td_status_t status = TD_OK;
+        assert_true(bytes < (64u << 20));
+        device < 0 ? emu_set_memory(bytes) : emu_set_memory_of(device, bytes);
+        status = td_model_load(gguf, options, &model);
+        loaded = status == TD_OK;
+        assert_true(loaded || status == TD_ERR_NO_MEMORY);
+        refused += loaded ? 0 : 1;
+        if (loaded) {
+            td_model_destroy(model);
+        }
+        assert_int_equal(emu_memory_used(), 0);
+    }
+    emu_set_memory(0);
+    return refused;
 }
 
 #define RIG_TEST(test, name, setup)                                                                \
