@@ -238,7 +238,8 @@ class Lanes:
                 outcome.failed.append(f"cannot be started: {error}")
             self.outcomes.append(outcome)
             print(f"[{len(self.outcomes)}/{self.total}] {path} ... {outcome.passed} ok" +
-                  (f", {len(outcome.failed)} FAILED" if outcome.failed else "") +
+                  (f", {len(outcome.failed)} FAILED ({'; '.join(outcome.failed)})"
+                   if outcome.failed else "") +
                   (f", {len(outcome.skipped)} skipped" if outcome.skipped else "") +
                   f" ({outcome.seconds:.1f} s)", flush=True)
 
