@@ -21,8 +21,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 UNIT_LIMIT_S = 120
 SLOW_LIMIT_S = 300  # under sanitizers, and for whole-model tests
 SLOW = re.compile(r"/test_(model|reference|cuda_model|cuda_reference)\b")
-# Mostly wait, for deaths to be noticed: they run beside the others, one after the other.
-WAITING = re.compile(r"^tests/chaos/|/test_(failover|drain|ha|hosts|cluster_hosts|routers)\.py$|/unit/coord/")
+# Mostly wait, for deaths to be noticed and limits to pass: they run beside the others.
+WAITING = re.compile(
+    r"^tests/chaos/|/unit/(coord|kvstore|wire)/|/test_(attack|conversation|donors|drafters|drain|"
+    r"failover|ha|hosts|index|preemption|requests|routers)\.py$")
+WAITING_LANES = 2
 SCRIPT_LIMIT_S = 600
 SCRIPT_SAN_LIMIT_S = 1800
 OUTPUT_SHOWN_BYTES = 16384
@@ -41,6 +44,7 @@ class Outcome:
         self.skipped = []
         self.output = ""
         self.seconds = 0.0
+        self.cpu_seconds = 0.0
 
 
 def environment(san):
@@ -71,7 +75,7 @@ _running = []  # processes of the lanes; list operations are atomic
 def run(command, limit_s, env, live):
     """Runs in a process group of its own, so that a file over its limit leaves nothing behind.
 
-    Returns (exit code or None for a timeout, output)."""
+    Returns (exit code or None for a timeout, output, seconds of CPU)."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                stdin=subprocess.DEVNULL, env=env, cwd=ROOT,
                                start_new_session=True)
@@ -87,10 +91,9 @@ def run(command, limit_s, env, live):
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
+    cpu_s = 0
     try:
-        code = process.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        code = None
+        code, cpu_s = wait(process, limit_s)
     except (KeyboardInterrupt, SystemExit):
         interrupt(process)
         raise
@@ -99,7 +102,19 @@ def run(command, limit_s, env, live):
     _running.remove(process)
     # A process that outlives its parent would hold the pipe open.
     reader.join(timeout=5)
-    return code, b"".join(chunks).decode(errors="replace")
+    return code, b"".join(chunks).decode(errors="replace"), cpu_s
+
+
+def wait(process, limit_s):
+    """(exit code or None for a timeout, seconds of CPU: its own, and of those that it waited for)"""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid != 0:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, usage.ru_utime + usage.ru_stime
+        time.sleep(0.01)
+    return None, 0
 
 
 def interrupt(process):
@@ -194,7 +209,7 @@ def report(outcomes):
 
 
 class Lanes:
-    """Two files at a time: one that computes, and one that mostly waits."""
+    """Three files at a time: one that computes, and two that mostly wait."""
 
     def __init__(self, args, files):
         self.verbose = args.verbose
@@ -206,16 +221,15 @@ class Lanes:
         self.stopped = False
 
     def run_all(self):
-        beside = threading.Thread(target=self._run_lane, args=(self.waiting,), daemon=True)
-        if self.verbose:
-            self._run_lane(self.waiting)
-        else:
-            beside.start()
+        beside = [threading.Thread(target=self._run_lane, args=(self.waiting,), daemon=True)
+                  for _ in range(0 if self.verbose else WAITING_LANES)]
+        for thread in beside:
+            thread.start()
         self._run_lane(self.computing)
-        if not self.verbose:
-            self._run_lane(self.waiting)  # what is left of them, two at a time
-        while beside.is_alive():
-            beside.join(timeout=1)  # an interrupt is seen in between
+        self._run_lane(self.waiting)  # what is left of them
+        for thread in beside:
+            while thread.is_alive():
+                thread.join(timeout=1)  # an interrupt is seen in between
 
     def stop(self):
         self.stopped = True
@@ -231,7 +245,8 @@ class Lanes:
             outcome = Outcome(path)
             started = time.monotonic()
             try:
-                code, outcome.output = run(command, limit_s, self.env, self.verbose)
+                code, outcome.output, outcome.cpu_seconds = run(command, limit_s, self.env,
+                                                                self.verbose)
                 outcome.seconds = time.monotonic() - started
                 judge(outcome, code, limit_s)
             except OSError as error:
@@ -241,7 +256,7 @@ class Lanes:
                   (f", {len(outcome.failed)} FAILED ({'; '.join(outcome.failed)})"
                    if outcome.failed else "") +
                   (f", {len(outcome.skipped)} skipped" if outcome.skipped else "") +
-                  f" ({outcome.seconds:.1f} s)", flush=True)
+                  f" ({outcome.seconds:.1f} s, {outcome.cpu_seconds:.1f} s CPU)", flush=True)
 
 
 def main():
