@@ -138,6 +138,7 @@ struct td_fetch {
         uint32_t landing;   /* of them, those that the device copies to the destination just now */
         td_status_t status; /* OK, or why the rest does not come */
         bool tried;         /* in vain: another carrier's now */
+        uint64_t idle_ns;   /* since when nothing was on its way, where nothing is */
     } nccl;
     td_status_t ends; /* INPROGRESS, or how it ends once the device has let go of it */
     struct td_fetch *next;

@@ -101,6 +101,7 @@ typedef struct peer {
     uint64_t retry_ns;    /* not opened, or asked for, before */
     uint64_t backoff_ns;
     uint64_t heard_ns; /* a chunk got across */
+    bool proven;       /* one did over this link */
     bool offered;      /* by rank 0, while an older link was not gone yet */
     bool wanted;       /* by rank 1 */
     bool removed;
@@ -315,6 +316,7 @@ static void link_begin(td_nccl_t *n, peer_t *p, uint32_t rank, uint64_t serial,
     }
     p->state = PEER_OPENING;
     p->seq = 0;
+    p->proven = false;
     p->deadline_ns = td_now_ns() + limit_ms * TD_NS_PER_MS;
 }
 
@@ -421,7 +423,8 @@ bool td_nccl_wants(td_nccl_t *n, uint64_t incarnation)
             p->retry_ns = td_now_ns() + n->config.retry_ms * TD_NS_PER_MS;
         }
     }
-    return p->state == PEER_READY;
+    /* Over a new link one fetch goes first, or one of the other end's: it may take long. */
+    return p->state == PEER_READY && (p->proven || TAILQ_EMPTY(&p->ops));
 }
 
 /* --- asking ----------------------------------------------------------------------------------- */
@@ -457,6 +460,15 @@ static td_kv_part_t destination(const td_nccl_t *n, uint8_t *to, uint32_t bytes)
         part.epoch = td_pool_epoch(pool, part.block);
     }
     return part;
+}
+
+/* How long a fetch may wait from then on: what is left of its time must do for another carrier. */
+static uint64_t fetch_limit_ns(const td_nccl_t *n, const td_fetch_t *fetch, uint64_t since_ns)
+{
+    const uint64_t limit_ns = n->config.deadline_ms * TD_NS_PER_MS;
+
+    return fetch->deadline_ns > since_ns ? TD_MIN(limit_ns, (fetch->deadline_ns - since_ns) / 2)
+                                         : limit_ns;
 }
 
 /* Cuts the next chunk off; false: it must wait, or nothing is left. */
@@ -497,11 +509,7 @@ static bool ask_next(td_nccl_t *n, peer_t *p, td_fetch_t *fetch)
     }
     m.op = op->id;
     op->fetch = fetch;
-    /* What is left of the fetch's time must do for another carrier. */
-    op->fetch_limit_ns = n->config.deadline_ms * TD_NS_PER_MS;
-    if (fetch->deadline_ns > op->since_ns) {
-        op->fetch_limit_ns = TD_MIN(op->fetch_limit_ns, (fetch->deadline_ns - op->since_ns) / 2);
-    }
+    op->fetch_limit_ns = fetch_limit_ns(n, fetch, op->since_ns);
     n->next_op++;
     fetch->nccl.asked++;
     TAILQ_INSERT_TAIL(&p->ops, op, link);
@@ -521,6 +529,7 @@ void td_nccl_take(td_nccl_t *n, td_fetch_t *fetch)
     fetch->nccl.status = TD_OK;
     fetch->nccl.asked = 0;
     fetch->nccl.landing = 0;
+    fetch->nccl.idle_ns = td_now_ns();
 }
 
 /* Another carrier brings the host's blocks anew, and what the device has of them stays unchecked.
@@ -552,6 +561,10 @@ td_status_t td_nccl_fetch(td_nccl_t *n, td_fetch_t *fetch)
         return fetch->nccl.status;
     }
     while (fetch->nccl.status == TD_OK && p != NULL && ask_next(n, p, fetch)) {
+    }
+    if (fetch->nccl.asked == 0 && fetch->next_piece < fetch->piece_count &&
+        td_now_ns() - fetch->nccl.idle_ns > fetch_limit_ns(n, fetch, fetch->nccl.idle_ns)) {
+        fetch->nccl.status = TD_ERR_BUSY; /* others have all of the staging memory, for too long */
     }
     return fetch->nccl.status == TD_OK && fetch->next_piece == fetch->piece_count &&
                    fetch->nccl.asked == 0
@@ -779,6 +792,7 @@ static void posted_ends(td_nccl_t *n, peer_t *p, op_t *op)
 {
     TAILQ_REMOVE(&p->turns, op, turn);
     p->heard_ns = td_now_ns();
+    p->proven = true;
     p->backoff_ns = n->config.retry_ms * TD_NS_PER_MS;
     if (!op->send) {
         received(n, op);
@@ -828,6 +842,16 @@ static bool is_late(const peer_t *p, const op_t *op, uint64_t now, uint64_t limi
            now > TD_MAX(op->since_ns, p->heard_ns) + limit_ns;
 }
 
+/* What the link may take for it. The first chunk's time is that of opening: the library connects
+ * the two ends when it is posted, and others wait for that in their turn. */
+static uint64_t link_limit_ns(const td_nccl_t *n, const peer_t *p, const op_t *op)
+{
+    const bool connects = !p->proven && (op->state == OP_TURN || op->state == OP_POSTED);
+
+    return (connects ? TD_MAX(n->config.open_ms, n->config.deadline_ms) : n->config.deadline_ms) *
+           TD_NS_PER_MS;
+}
+
 static void drive_ops(td_nccl_t *n, peer_t *p, uint64_t now)
 {
     op_t *op = NULL;
@@ -849,7 +873,7 @@ static void drive_ops(td_nccl_t *n, peer_t *p, uint64_t now)
     }
     TAILQ_FOREACH(op, &p->ops, link)
     {
-        if (is_late(p, op, now, n->config.deadline_ms * TD_NS_PER_MS)) {
+        if (is_late(p, op, now, link_limit_ns(n, p, op))) {
             link_end(n, p, "nothing heard in time");
             return;
         }
@@ -918,6 +942,7 @@ static void landed(td_nccl_t *n, op_t *op, td_status_t status)
     n->news = true;
     fetch->nccl.asked--;
     fetch->nccl.landing--;
+    fetch->nccl.idle_ns = td_now_ns();
     if (status != TD_OK) {
         fetch->nccl.status = TD_ERR_BUSY;
         return;

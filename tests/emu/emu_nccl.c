@@ -59,13 +59,14 @@ typedef struct post {
     bool send;
     bool greeted; /* the size is across */
     bool hangs;
+    bool waits; /* until nothing lags */
     bool breaks;
 } post_t;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t fault_in[EMU_NCCL_FAULTS]; /* occasions until it comes; 0: never */
 static bool environment_read;
-static bool abort_lags;
+static bool lags; /* whatever does, until emu_nccl_goes_on() */
 static uint32_t open_count;
 static uint64_t sent_count;
 static _Thread_local int group_depth;
@@ -79,10 +80,20 @@ void emu_nccl_fail(emu_nccl_fault_t fault, uint32_t nth)
     (void)pthread_mutex_unlock(&mutex);
 }
 
-void emu_nccl_abort_goes_on(void)
+static bool is_lagging(void)
+{
+    bool now = false;
+
+    (void)pthread_mutex_lock(&mutex);
+    now = lags;
+    (void)pthread_mutex_unlock(&mutex);
+    return now;
+}
+
+void emu_nccl_goes_on(void)
 {
     (void)pthread_mutex_lock(&mutex);
-    abort_lags = false;
+    lags = false;
     (void)pthread_mutex_unlock(&mutex);
 }
 
@@ -111,7 +122,7 @@ static void read_environment(void)
 {
     static const char *const names[EMU_NCCL_FAULTS] = {"",           "init_hangs",  "init_fails",
                                                        "send_hangs", "send_breaks", "recv_hangs",
-                                                       "post_fails", "abort_lags"};
+                                                       "post_fails", "abort_lags",  "post_lags"};
     const char *text = getenv("EMU_NCCL_FAULT");
     const char *colon = text == NULL ? NULL : strchr(text, ':');
 
@@ -133,6 +144,7 @@ static bool goes_wrong(emu_nccl_fault_t fault)
         read_environment();
     }
     now = fault_in[fault] > 0 && --fault_in[fault] == 0;
+    lags = lags || (now && (fault == EMU_NCCL_ABORT_LAGS || fault == EMU_NCCL_POST_LAGS));
     (void)pthread_mutex_unlock(&mutex);
     return now;
 }
@@ -264,18 +276,10 @@ static ncclResult_t get_async_error(ncclComm_t comm, ncclResult_t *error)
 static ncclResult_t comm_abort(ncclComm_t comm)
 {
     const struct timespec nap = {.tv_nsec = 1000000};
-    bool lags = goes_wrong(EMU_NCCL_ABORT_LAGS);
+    const bool waits = goes_wrong(EMU_NCCL_ABORT_LAGS);
 
-    if (lags) {
-        (void)pthread_mutex_lock(&mutex);
-        abort_lags = true;
-        (void)pthread_mutex_unlock(&mutex);
-    }
-    while (lags) {
+    while (waits && is_lagging()) {
         (void)nanosleep(&nap, NULL);
-        (void)pthread_mutex_lock(&mutex);
-        lags = abort_lags;
-        (void)pthread_mutex_unlock(&mutex);
     }
     if (comm->listener >= 0) {
         (void)close(comm->listener);
@@ -343,7 +347,8 @@ static bool post_run(void *ctx)
         }
         return true;
     }
-    if (p->hangs || atomic_load(&p->comm->error) != ncclSuccess || (!p->greeted && !greet(p))) {
+    if (p->hangs || (p->waits && is_lagging()) || atomic_load(&p->comm->error) != ncclSuccess ||
+        (!p->greeted && !greet(p))) {
         return false;
     }
     if (p->breaks && p->done > p->count / 2) {
@@ -395,6 +400,7 @@ static ncclResult_t post(void *bytes, size_t count, int peer, ncclComm_t comm, c
     p->count = count;
     p->send = send;
     p->hangs = goes_wrong(send ? EMU_NCCL_SEND_HANGS : EMU_NCCL_RECV_HANGS);
+    p->waits = goes_wrong(EMU_NCCL_POST_LAGS) || is_lagging();
     p->breaks = send && goes_wrong(EMU_NCCL_SEND_BREAKS);
     atomic_fetch_add(&comm->references, 1);
     comm->waiting = p;

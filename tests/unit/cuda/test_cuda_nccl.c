@@ -20,7 +20,7 @@
 
 #ifdef TD_CUDA_HAS_NCCL
 
-enum { ENDS = 3, BLOCKS = 32, LAYERS = 6, TRIES = 400 };
+enum { ENDS = 4, MEETING = 3, BLOCKS = 32, LAYERS = 6 };
 #define LAYER_BYTES (16u * 1024u)
 #define BLOCK_BYTES (LAYERS * LAYER_BYTES)
 #define SLOT_BYTES ((size_t)4 * BLOCK_BYTES + 4096u) /* no whole blocks: pieces are cut */
@@ -40,12 +40,14 @@ typedef struct rig {
     uint32_t count;
     size_t block_bytes;
     size_t memory_before;
+    bool met[ENDS][ENDS]; /* reader, owner: something was fetched */
 } rig_t;
 
 static pthread_mutex_t done_mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t done_cond = PTHREAD_COND_INITIALIZER;
 static uint32_t done_count;
 static uint32_t limit_ms = 5000; /* of a fetch */
+static uint32_t open_ms = 400;   /* of a link */
 
 static void on_complete(td_fetch_t *fetch)
 {
@@ -79,7 +81,7 @@ static void end_open(end_t *e, uint32_t number, size_t block_bytes)
                                    .nccl_slot_bytes = SLOT_BYTES,
                                    .nccl_deadline_ms = 200,
                                    .nccl_retry_ms = 20,
-                                   .nccl_open_ms = 400};
+                                   .nccl_open_ms = open_ms};
 
     (void)snprintf(bus, sizeof(bus), "bus-%u", number);
     (void)setenv("EMU_BUS", bus, 1);
@@ -226,15 +228,25 @@ static void assert_same(const rig_t *r, uint32_t reader, uint32_t owner)
     }
 }
 
-/* All blocks, once; they must come and be right, whichever way. */
+/* All blocks. Two ends that connect to each other at the same moment may lose a first message (UCX
+ * 1.13.1 by tcp, seen on a busy machine): that fetch times out, and the next one connects anew. */
+static void run_job(rig_t *r, job_t *job, uint32_t reader, uint32_t owner)
+{
+    do {
+        job_start(r, job, reader, owner, 0, LAYERS);
+        wait_done(1);
+    } while (job->fetch.status == TD_ERR_TIMEOUT && !r->met[reader][owner]);
+    r->met[reader][owner] = true;
+    assert_int_equal(job->fetch.status, TD_OK);
+}
+
+/* They must come and be right, whichever way. */
 static td_carrier_t fetch_all(rig_t *r, uint32_t reader, uint32_t owner)
 {
     job_t job;
 
     clear(r, reader);
-    job_start(r, &job, reader, owner, 0, LAYERS);
-    wait_done(1);
-    assert_int_equal(job.fetch.status, TD_OK);
+    run_job(r, &job, reader, owner);
     assert_int_equal(job.fetch.bytes, BLOCKS * r->block_bytes);
     assert_same(r, reader, owner);
     return job.fetch.carrier;
@@ -243,11 +255,11 @@ static td_carrier_t fetch_all(rig_t *r, uint32_t reader, uint32_t owner)
 /* Until blocks go by NCCL: a link opens beside what another carrier does meanwhile. */
 static void wait_linked(rig_t *r, uint32_t reader, uint32_t owner)
 {
-    for (uint32_t i = 0; i < TRIES; i++) {
+    const uint64_t deadline = td_now_ns() + 20 * TD_NS_PER_S;
+
+    while (td_now_ns() < deadline) {
         job_t job;
-        job_start(r, &job, reader, owner, 0, LAYERS);
-        wait_done(1);
-        assert_int_equal(job.fetch.status, TD_OK);
+        run_job(r, &job, reader, owner);
         if (job.fetch.carrier == TD_CARRIER_NCCL) {
             return;
         }
@@ -402,20 +414,20 @@ static void test_another_allocation_is_stale(void **state)
 static void test_several_peers_in_both_directions(void **state)
 {
     rig_t r;
-    static job_t jobs[ENDS][ENDS][LAYERS];
+    static job_t jobs[MEETING][MEETING][LAYERS];
 
     (void)state;
-    rig_open(&r, ENDS, BLOCK_BYTES);
-    for (uint32_t i = 0; i < ENDS * ENDS; i++) {
-        if (i / ENDS < i % ENDS) {
-            wait_linked(&r, i / ENDS, i % ENDS);
+    rig_open(&r, MEETING, BLOCK_BYTES);
+    for (uint32_t i = 0; i < MEETING * MEETING; i++) {
+        if (i / MEETING != i % MEETING) {
+            wait_linked(&r, i / MEETING, i % MEETING);
         }
     }
     for (uint32_t round = 0; round < 3; round++) {
         uint32_t started = 0;
-        for (uint32_t i = 0; i < ENDS * ENDS * LAYERS; i++) {
-            const uint32_t reader = i / LAYERS / ENDS;
-            const uint32_t owner = i / LAYERS % ENDS;
+        for (uint32_t i = 0; i < MEETING * MEETING * LAYERS; i++) {
+            const uint32_t reader = i / LAYERS / MEETING;
+            const uint32_t owner = i / LAYERS % MEETING;
             if (reader != owner) { /* the same blocks with the same bytes from each: no matter */
                 job_start(&r, &jobs[reader][owner][i % LAYERS], reader, owner, i % LAYERS,
                           i % LAYERS + 1);
@@ -423,9 +435,9 @@ static void test_several_peers_in_both_directions(void **state)
             }
         }
         wait_done(started);
-        for (uint32_t i = 0; i < ENDS * ENDS * LAYERS; i++) {
-            const job_t *job = &jobs[i / LAYERS / ENDS][i / LAYERS % ENDS][i % LAYERS];
-            if (i / LAYERS / ENDS != i / LAYERS % ENDS) {
+        for (uint32_t i = 0; i < MEETING * MEETING * LAYERS; i++) {
+            const job_t *job = &jobs[i / LAYERS / MEETING][i / LAYERS % MEETING][i % LAYERS];
+            if (i / LAYERS / MEETING != i / LAYERS % MEETING) {
                 assert_int_equal(job->fetch.status, TD_OK);
                 assert_int_equal(job->fetch.carrier, TD_CARRIER_NCCL);
             }
@@ -464,12 +476,47 @@ static void test_each_failure_ends_in_another_carrier_and_a_new_link(void **stat
             assert_int_equal(fetch_all(&r, reader, 1 - reader), TD_CARRIER_TCP);
             wait_linked(&r, reader, 1 - reader);
             assert_int_equal(fetch_all(&r, reader, 1 - reader), TD_CARRIER_NCCL);
-            assert_true(metric(&r.ends[reader], "nccl_aborted_total") > 0);
+            /* One end may give up a link that the other has not begun. */
+            assert_true(metric(&r.ends[0], "nccl_aborted_total") +
+                            metric(&r.ends[1], "nccl_aborted_total") >
+                        0);
             wait_metric(&r.ends[0], "nccl_quarantined", 0);
             wait_metric(&r.ends[1], "nccl_quarantined", 0);
             rig_close(&r);
         }
     }
+}
+
+/* For a link's first chunk connections are made, which may take long: fetches do not wait for that,
+ * nor for staging memory that such chunks have, but the links are good. */
+static void test_slow_first_chunks_end_no_link(void **state)
+{
+    rig_t r;
+    const uint32_t usual_ms = open_ms;
+    const uint64_t deadline = td_now_ns() + 30 * TD_NS_PER_S;
+
+    (void)state;
+    open_ms = 60000;
+    rig_open(&r, ENDS, BLOCK_BYTES);
+    emu_nccl_fail(EMU_NCCL_POST_LAGS, 1);
+    while (metric(&r.ends[0], "nccl_links") < ENDS - 1) {
+        assert_true(td_now_ns() < deadline);
+        for (uint32_t owner = 1; owner < ENDS; owner++) {
+            assert_int_equal(fetch_all(&r, 0, owner), TD_CARRIER_TCP);
+        }
+    }
+    for (uint32_t owner = 1; owner < ENDS; owner++) { /* at least the last one finds no slot */
+        assert_int_equal(fetch_all(&r, 0, owner), TD_CARRIER_TCP);
+    }
+    emu_nccl_goes_on();
+    for (uint32_t owner = 1; owner < ENDS; owner++) {
+        wait_linked(&r, 0, owner);
+        assert_int_equal(fetch_all(&r, 0, owner), TD_CARRIER_NCCL);
+    }
+    assert_int_equal(metric(&r.ends[0], "nccl_aborted_total"), 0);
+    assert_int_equal(metric(&r.ends[0], "nccl_opened_total"), ENDS - 1);
+    rig_close(&r);
+    open_ms = usual_ms;
 }
 
 /* Another carrier brings the host's blocks anew, and only those are compared with a checksum. */
@@ -508,7 +555,7 @@ static void test_staging_is_quarantined_until_the_abort_ends(void **state)
         assert_true(
             metric(&r.ends[0], "nccl_quarantined") + metric(&r.ends[1], "nccl_quarantined") > 0);
     }
-    emu_nccl_abort_goes_on();
+    emu_nccl_goes_on();
     wait_linked(&r, 1, 0);
     assert_int_equal(fetch_all(&r, 1, 0), TD_CARRIER_NCCL);
     assert_int_equal(metric(&r.ends[0], "nccl_quarantined"), 0);
@@ -622,6 +669,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_another_allocation_is_stale),
         cmocka_unit_test(test_several_peers_in_both_directions),
         cmocka_unit_test(test_each_failure_ends_in_another_carrier_and_a_new_link),
+        cmocka_unit_test(test_slow_first_chunks_end_no_link),
         cmocka_unit_test(test_copies_of_a_fetch_that_fell_back_are_not_used),
         cmocka_unit_test(test_staging_is_quarantined_until_the_abort_ends),
         cmocka_unit_test(test_a_cancelled_fetch_writes_nothing_more),
