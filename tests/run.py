@@ -44,7 +44,6 @@ class Outcome:
         self.skipped = []
         self.output = ""
         self.seconds = 0.0
-        self.cpu_seconds = 0.0
 
 
 def environment(san):
@@ -75,7 +74,7 @@ _running = []  # processes of the lanes; list operations are atomic
 def run(command, limit_s, env, live):
     """Runs in a process group of its own, so that a file over its limit leaves nothing behind.
 
-    Returns (exit code or None for a timeout, output, seconds of CPU)."""
+    Returns (exit code or None for a timeout, output)."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                stdin=subprocess.DEVNULL, env=env, cwd=ROOT,
                                start_new_session=True)
@@ -91,9 +90,10 @@ def run(command, limit_s, env, live):
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    cpu_s = 0
     try:
-        code, cpu_s = wait(process, limit_s)
+        code = process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
     except (KeyboardInterrupt, SystemExit):
         interrupt(process)
         raise
@@ -102,19 +102,7 @@ def run(command, limit_s, env, live):
     _running.remove(process)
     # A process that outlives its parent would hold the pipe open.
     reader.join(timeout=5)
-    return code, b"".join(chunks).decode(errors="replace"), cpu_s
-
-
-def wait(process, limit_s):
-    """(exit code or None for a timeout, seconds of CPU: its own, and of those that it waited for)"""
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid != 0:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode, usage.ru_utime + usage.ru_stime
-        time.sleep(0.01)
-    return None, 0
+    return code, b"".join(chunks).decode(errors="replace")
 
 
 def interrupt(process):
@@ -245,8 +233,7 @@ class Lanes:
             outcome = Outcome(path)
             started = time.monotonic()
             try:
-                code, outcome.output, outcome.cpu_seconds = run(command, limit_s, self.env,
-                                                                self.verbose)
+                code, outcome.output = run(command, limit_s, self.env, self.verbose)
                 outcome.seconds = time.monotonic() - started
                 judge(outcome, code, limit_s)
             except OSError as error:
@@ -256,7 +243,7 @@ class Lanes:
                   (f", {len(outcome.failed)} FAILED ({'; '.join(outcome.failed)})"
                    if outcome.failed else "") +
                   (f", {len(outcome.skipped)} skipped" if outcome.skipped else "") +
-                  f" ({outcome.seconds:.1f} s, {outcome.cpu_seconds:.1f} s CPU)", flush=True)
+                  f" ({outcome.seconds:.1f} s)", flush=True)
 
 
 def main():

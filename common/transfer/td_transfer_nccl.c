@@ -100,8 +100,7 @@ typedef struct peer {
     uint64_t deadline_ns; /* of opening */
     uint64_t retry_ns;    /* not opened, or asked for, before */
     uint64_t backoff_ns;
-    uint64_t heard_ns; /* a chunk got across */
-    bool proven;       /* one did over this link */
+    uint64_t heard_ns; /* a chunk got across this link; 0: none has */
     bool offered;      /* by rank 0, while an older link was not gone yet */
     bool wanted;       /* by rank 1 */
     bool removed;
@@ -316,7 +315,7 @@ static void link_begin(td_nccl_t *n, peer_t *p, uint32_t rank, uint64_t serial,
     }
     p->state = PEER_OPENING;
     p->seq = 0;
-    p->proven = false;
+    p->heard_ns = 0;
     p->deadline_ns = td_now_ns() + limit_ms * TD_NS_PER_MS;
 }
 
@@ -424,7 +423,7 @@ bool td_nccl_wants(td_nccl_t *n, uint64_t incarnation)
         }
     }
     /* Over a new link one fetch goes first, or one of the other end's: it may take long. */
-    return p->state == PEER_READY && (p->proven || TAILQ_EMPTY(&p->ops));
+    return p->state == PEER_READY && (p->heard_ns > 0 || TAILQ_EMPTY(&p->ops));
 }
 
 /* --- asking ----------------------------------------------------------------------------------- */
@@ -792,7 +791,6 @@ static void posted_ends(td_nccl_t *n, peer_t *p, op_t *op)
 {
     TAILQ_REMOVE(&p->turns, op, turn);
     p->heard_ns = td_now_ns();
-    p->proven = true;
     p->backoff_ns = n->config.retry_ms * TD_NS_PER_MS;
     if (!op->send) {
         received(n, op);
@@ -846,7 +844,7 @@ static bool is_late(const peer_t *p, const op_t *op, uint64_t now, uint64_t limi
  * the two ends when it is posted, and others wait for that in their turn. */
 static uint64_t link_limit_ns(const td_nccl_t *n, const peer_t *p, const op_t *op)
 {
-    const bool connects = !p->proven && (op->state == OP_TURN || op->state == OP_POSTED);
+    const bool connects = p->heard_ns == 0 && (op->state == OP_TURN || op->state == OP_POSTED);
 
     return (connects ? TD_MAX(n->config.open_ms, n->config.deadline_ms) : n->config.deadline_ms) *
            TD_NS_PER_MS;

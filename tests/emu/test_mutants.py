@@ -178,7 +178,7 @@ MUTANTS = [
            "if (p->rank == 0) {\n        take_turn(p, op);", "if (true) {\n        take_turn(p, op);",
            "nccl test_several_peers_in_both_directions"),
     Mutant("a link given up while its ends connect", f"{TRANSFER}/td_transfer_nccl.c",
-           "const bool connects = !p->proven &&", "const bool connects = p == NULL &&",
+           "const bool connects = p->heard_ns == 0 &&", "const bool connects = p == NULL &&",
            "nccl test_slow_first_chunks_end_no_link"),
 ]
 

@@ -40,7 +40,7 @@ typedef struct rig {
     uint32_t count;
     size_t block_bytes;
     size_t memory_before;
-    bool met[ENDS][ENDS]; /* reader, owner: something was fetched */
+    bool met[ENDS][ENDS]; /* reader, owner: a fetch has ended */
 } rig_t;
 
 static pthread_mutex_t done_mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -232,11 +232,14 @@ static void assert_same(const rig_t *r, uint32_t reader, uint32_t owner)
  * 1.13.1 by tcp, seen on a busy machine): that fetch times out, and the next one connects anew. */
 static void run_job(rig_t *r, job_t *job, uint32_t reader, uint32_t owner)
 {
+    bool again = false;
+
     do {
         job_start(r, job, reader, owner, 0, LAYERS);
         wait_done(1);
-    } while (job->fetch.status == TD_ERR_TIMEOUT && !r->met[reader][owner]);
-    r->met[reader][owner] = true;
+        again = job->fetch.status == TD_ERR_TIMEOUT && !r->met[reader][owner];
+        r->met[reader][owner] = true;
+    } while (again);
     assert_int_equal(job->fetch.status, TD_OK);
 }
 
@@ -476,10 +479,10 @@ static void test_each_failure_ends_in_another_carrier_and_a_new_link(void **stat
             assert_int_equal(fetch_all(&r, reader, 1 - reader), TD_CARRIER_TCP);
             wait_linked(&r, reader, 1 - reader);
             assert_int_equal(fetch_all(&r, reader, 1 - reader), TD_CARRIER_NCCL);
-            /* One end may give up a link that the other has not begun. */
-            assert_true(metric(&r.ends[0], "nccl_aborted_total") +
-                            metric(&r.ends[1], "nccl_aborted_total") >
-                        0);
+            /* A link that does not open the other end may not have begun. */
+            assert_true(
+                metric(&r.ends[reader], "nccl_aborted_total") > 0 ||
+                (faults[i].opening && metric(&r.ends[1 - reader], "nccl_aborted_total") > 0));
             wait_metric(&r.ends[0], "nccl_quarantined", 0);
             wait_metric(&r.ends[1], "nccl_quarantined", 0);
             rig_close(&r);

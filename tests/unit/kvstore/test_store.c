@@ -422,15 +422,18 @@ static void on_lookup(void *ctx, uint64_t tag, td_status_t status,
 static void lookup(world_t *w, uint32_t first, uint32_t count)
 {
     td_block_key_t keys[WRITER_BLOCKS];
+    int before = w->lookups;
 
     for (uint32_t i = 0; i < count; i++) {
         keys[i] = key_of(first + i);
     }
-    do {
-        const int before = w->lookups;
+    assert_int_equal(kvs_client_lookup(w->client, keys, count, on_lookup, w, 0), TD_OK);
+    TURN_UNTIL(w, w->lookups > before);
+    while (w->lookup_status == TD_ERR_TIMEOUT && !w->store_frozen) {
+        before = w->lookups;
         TURN_UNTIL(w, kvs_client_lookup(w->client, keys, count, on_lookup, w, 0) == TD_OK);
         TURN_UNTIL(w, w->lookups > before);
-    } while (w->lookup_status == TD_ERR_TIMEOUT && !w->store_frozen);
+    }
 }
 
 /* What a lookup named is the writer's block. */

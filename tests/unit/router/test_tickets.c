@@ -154,6 +154,15 @@ static void spin(fixture_t *fx, node_t *on)
     }
 }
 
+#define SPIN_UNTIL(fx, cond)                                                                       \
+    do {                                                                                           \
+        const uint64_t until_ns_ = td_now_ns() + WAIT_MS * TD_NS_PER_MS;                           \
+        while (!(cond)) {                                                                          \
+            assert_true(td_remaining_ns(until_ns_) > 0);                                           \
+            spin(fx, NULL);                                                                        \
+        }                                                                                          \
+    } while (0)
+
 /* The next message of this type to the node; others are dropped. */
 static const td_msg_t *expect(fixture_t *fx, node_t *node, td_msg_type_t type)
 {
@@ -343,6 +352,25 @@ static void assert_ended(fixture_t *fx, rtr_request_t *req, rtr_outcome_t outcom
         fail_msg("\"%s\" not in: %s", says, req->out.bytes);
     }
     assert_int_equal(td_metric_get(fx->metrics.requests[outcome]), 1);
+}
+
+/* What nodes have of us: prompts whose end was not heard of yet, and sequences that have given a
+ * token. What several nodes send is heard in any order. */
+typedef struct under_way {
+    uint64_t prompts;
+    uint64_t decoding;
+} under_way_t;
+
+static under_way_t under_way(fixture_t *fx)
+{
+    rtr_registry_t *reg = rtr_loop_registry(fx->loop);
+    under_way_t sum = {0};
+
+    for (uint32_t i = 0; i < rtr_registry_slots(reg); i++) {
+        sum.prompts += rtr_registry_node(reg, i)->backlog.work.prompts;
+        sum.decoding += rtr_registry_node(reg, i)->decoding;
+    }
+    return sum;
 }
 
 /* Nothing is counted anywhere (I5). */
@@ -987,9 +1015,8 @@ static void test_a_draining_node_gets_nothing_new(void **state)
     }
     drain(fx, other);
     req = submit(fx, RTR_KIND_COMPLETION, WHOLE);
-    while (rtr_tickets_queued(rtr_loop_tickets(fx->loop)) == 0) { /* for one that comes */
-        spin(fx, NULL);
-    }
+    SPIN_UNTIL(fx, rtr_tickets_queued(rtr_loop_tickets(fx->loop)) > 0);
+    assert_int_equal(rtr_tickets_queued(rtr_loop_tickets(fx->loop)), 1); /* for one that comes */
     new_life(fx, decode);
     finish_well(prefill, decode, start_attempt(fx, prefill, decode));
     wait_end(fx, req);
@@ -1002,42 +1029,7 @@ static void test_a_draining_node_gets_nothing_new(void **state)
 
 static void wait_for_text(fixture_t *fx, const rtr_request_t *req, const char *text)
 {
-    uint64_t deadline_ns = td_now_ns() + WAIT_MS * TD_NS_PER_MS;
-    while ((req->out.bytes == NULL || strstr(req->out.bytes, text) == NULL) &&
-           td_remaining_ns(deadline_ns) > 0) {
-        spin(fx, NULL);
-    }
-    assert_non_null(strstr(req->out.bytes, text));
-}
-
-/* Until what prefill nodes said of the end of their legs has been heard: what is sent on different
- * ways is heard in any order. */
-static void wait_for_prefill(fixture_t *fx)
-{
-    rtr_registry_t *reg = rtr_loop_registry(fx->loop);
-    const uint64_t deadline_ns = td_now_ns() + WAIT_MS * TD_NS_PER_MS;
-    uint32_t slot = 0;
-
-    while (slot < rtr_registry_slots(reg)) {
-        if (rtr_registry_node(reg, slot)->backlog.work.prompts == 0) {
-            slot++;
-            continue;
-        }
-        assert_true(td_remaining_ns(deadline_ns) > 0);
-        spin(fx, NULL);
-    }
-}
-
-static void wait_for_first_token(fixture_t *fx)
-{
-    rtr_registry_t *reg = rtr_loop_registry(fx->loop);
-    const uint64_t deadline_ns = td_now_ns() + WAIT_MS * TD_NS_PER_MS;
-
-    for (uint32_t slot = 0; rtr_registry_node(reg, slot)->decoding == 0;
-         slot = (slot + 1) % rtr_registry_slots(reg)) {
-        assert_true(td_remaining_ns(deadline_ns) > 0);
-        spin(fx, NULL);
-    }
+    SPIN_UNTIL(fx, req->out.bytes != NULL && strstr(req->out.bytes, text) != NULL);
 }
 
 static uint32_t count_of(const rtr_request_t *req, const char *text)
@@ -1063,7 +1055,7 @@ static void test_i9_a_stream_goes_on_behind_a_decode_death(void **state)
     send_token(decode, run.ticket, run.attempt, 0, 1, "l", TD_FINISH_NONE);
     send_end(prefill, run.ticket, run.attempt, TD_OK); /* three tokens of the prompt were cached */
     wait_for_text(fx, req, "\"text\":\"l\"");
-    wait_for_prefill(fx);
+    SPIN_UNTIL(fx, under_way(fx).prompts == 0);
     new_life(fx, decode);
     expect_cancel(fx, prefill, run);
     send_token(decode, run.ticket, run.attempt, 0, 2, "late", TD_FINISH_NONE);
@@ -1269,7 +1261,7 @@ static void test_i9_a_whole_answer_goes_on_behind_a_decode_death(void **state)
 
     send_token(decode, run.ticket, run.attempt, 0, 0, "kept ", TD_FINISH_NONE);
     send_end(prefill, run.ticket, run.attempt, TD_OK);
-    wait_for_prefill(fx);
+    SPIN_UNTIL(fx, under_way(fx).prompts == 0);
     new_life(fx, decode);
     run = start_attempt(fx, prefill, decode);
     send_token(decode, run.ticket, 1, 0, 1, "late", TD_FINISH_NONE); /* of the old attempt */
@@ -1293,7 +1285,7 @@ static void test_a_prefill_death_before_its_leg_is_over_is_retried(void **state)
     expect_cancel(fx, decode, run);
     run = start_attempt(fx, prefill, decode);
     send_end(prefill, run.ticket, run.attempt, TD_OK);
-    wait_for_prefill(fx);
+    SPIN_UNTIL(fx, under_way(fx).prompts == 0);
     new_life(fx, prefill); /* its work was done: nothing happens */
     send_token(decode, run.ticket, run.attempt, 0, 0, "hello", TD_FINISH_STOP);
     send_end(decode, run.ticket, run.attempt, TD_OK);
@@ -1344,7 +1336,7 @@ static void test_i9_tickets_that_nodes_let_go_are_placed_again(void **state)
         run = start_attempt(fx, prefill, decode);
     }
     send_token(decode, run.ticket, run.attempt, 0, 0, "hello", TD_FINISH_NONE);
-    wait_for_first_token(fx);
+    SPIN_UNTIL(fx, under_way(fx).decoding > 0);
     prefill->ticket_epoch++; /* its part is done */
     register_node(fx, prefill, "cpu/mixed/r1", false);
     assert_true(expect(fx, prefill, TD_MSG_REGISTERED)->u.registered.accepted);
