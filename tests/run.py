@@ -21,11 +21,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 UNIT_LIMIT_S = 120
 SLOW_LIMIT_S = 300  # under sanitizers, and for whole-model tests
 SLOW = re.compile(r"/test_(model|reference|cuda_model|cuda_reference)\b")
-# Mostly wait, for deaths to be noticed and limits to pass: they run beside the others.
-WAITING = re.compile(
-    r"^tests/chaos/|/unit/(coord|kvstore|wire)/|/test_(attack|conversation|donors|drafters|drain|"
-    r"failover|ha|hosts|index|preemption|requests|routers)\.py$")
-WAITING_LANES = 2
+# Mostly wait, for deaths to be noticed: they run beside the others, one after the other.
+WAITING = re.compile(r"^tests/chaos/|/test_(failover|drain|ha|hosts|cluster_hosts|routers)\.py$|/unit/coord/")
 SCRIPT_LIMIT_S = 600
 SCRIPT_SAN_LIMIT_S = 1800
 OUTPUT_SHOWN_BYTES = 16384
@@ -197,7 +194,7 @@ def report(outcomes):
 
 
 class Lanes:
-    """Three files at a time: one that computes, and two that mostly wait."""
+    """Two files at a time: one that computes, and one that mostly waits."""
 
     def __init__(self, args, files):
         self.verbose = args.verbose
@@ -209,15 +206,16 @@ class Lanes:
         self.stopped = False
 
     def run_all(self):
-        beside = [threading.Thread(target=self._run_lane, args=(self.waiting,), daemon=True)
-                  for _ in range(0 if self.verbose else WAITING_LANES)]
-        for thread in beside:
-            thread.start()
+        beside = threading.Thread(target=self._run_lane, args=(self.waiting,), daemon=True)
+        if self.verbose:
+            self._run_lane(self.waiting)
+        else:
+            beside.start()
         self._run_lane(self.computing)
-        self._run_lane(self.waiting)  # what is left of them
-        for thread in beside:
-            while thread.is_alive():
-                thread.join(timeout=1)  # an interrupt is seen in between
+        if not self.verbose:
+            self._run_lane(self.waiting)  # what is left of them, two at a time
+        while beside.is_alive():
+            beside.join(timeout=1)  # an interrupt is seen in between
 
     def stop(self):
         self.stopped = True
